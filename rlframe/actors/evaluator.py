@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.actors.stepper import reset_at_first
+from rlframe.agents.trees import reset_where
 from rlframe.envs import as_pool
 from rlframe.envs.adapters import env_seed
 from rlframe.envs.pool import stepping_phase
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.heartbeat import STARTING
-from rlframe.types import LAST, Logs, TimeStep, global_env_ids
+from rlframe.types import FIRST, LAST, Logs, TimeStep, global_env_ids
 
 # Ranks of actors are small. The evaluator derives its seeds from a rank that no actor has.
 EVALUATOR_RANK = 2**30
@@ -96,7 +96,7 @@ class Evaluator:
             with stepping:
                 timestep = self._env.step(output.action)
             self.steps += num_envs
-            state = reset_at_first(timestep, state, initial_state)
+            state = reset_where(timestep.step_type == FIRST, state, initial_state)
             episodes.count(timestep.step_type, timestep.reward)
         return episodes.result(output.params_version)
 

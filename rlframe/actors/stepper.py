@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from rlframe.actors.pacing import UnrollGate
+from rlframe.agents.trees import reset_where
 from rlframe.envs.pool import stepping_phase, true_rewards
 from rlframe.types import FIRST, LAST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 
@@ -119,7 +120,7 @@ class SyncStepper(PoolStepper):
         self._add(self._env_ids, Step(request.timestep, output, request.state, output.params_version, next_timestep))
         self._timestep = next_timestep
         if self._is_recurrent:
-            self._state = reset_at_first(next_timestep, next_state, self._initial_state)
+            self._state = reset_where(next_timestep.step_type == FIRST, next_state, self._initial_state)
         self._is_acted_on = False
         return self.episodes.update(next_timestep, rewards=true_rewards(self.env, next_timestep))
 
@@ -159,7 +160,7 @@ class AsyncStepper(PoolStepper):
         state = self._state
         if self._is_recurrent:
             initial, state = (jax.tree.map(lambda leaf: leaf[indices], tree) for tree in (self._initial_state, state))
-            state = reset_at_first(timestep, state, initial)
+            state = reset_where(timestep.step_type == FIRST, state, initial)
         return InferenceRequest(self._env_ids[indices], timestep, state)
 
     def act(self, request: InferenceRequest, output: AgentOutput, next_state: AgentState) -> Logs | None:
@@ -268,21 +269,6 @@ def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
     names = ("episode_return", "episode_length")
     means = {name: (some[name] * some["episodes"] + more[name] * more["episodes"]) / episodes for name in names}
     return {**means, "episodes": episodes}
-
-
-def reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState, xp: Any = np) -> AgentState:
-    """Return `state`, with the rows of `initial` where the timestep is FIRST. Both are trees of [B, ...].
-
-    `xp` is the library of the arrays: `numpy`, or `jax.numpy` inside a jitted function.
-    """
-    first = timestep.step_type == FIRST
-    if xp is np and not first.any():
-        return state
-
-    def choose(new: Any, fresh: Any) -> Any:
-        return xp.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), xp.asarray(fresh, new.dtype), new)
-
-    return jax.tree.map(choose, state, initial)
 
 
 def _write(rows: Tree, indices: np.ndarray, values: Tree) -> None:

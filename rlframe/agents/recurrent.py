@@ -29,7 +29,7 @@ from rlframe.agents.networks import (
     flatten_observation,
     has_images,
 )
-from rlframe.agents.trees import flatten_batch_and_time, swap_batch_and_time
+from rlframe.agents.trees import flatten_batch_and_time, reset_where, swap_batch_and_time
 from rlframe.errors import check_at_least
 from rlframe.types import FIRST, AgentState, Params, Tree
 
@@ -115,21 +115,12 @@ def scan_with_resets(
     """
 
     def reset_and_step(state: AgentState, now: tuple[Any, jax.Array]) -> tuple[AgentState, Any]:
-        outputs, state = step(now[0], reset_where_first(now[1], initial, state))
+        outputs, state = step(now[0], reset_where(now[1], state, initial, jnp))
         return state, outputs
 
     state = jax.tree.map(jnp.asarray, state)
     state, outputs = jax.lax.scan(reset_and_step, state, swap_batch_and_time((inputs, is_first)))
     return swap_batch_and_time(outputs), state
-
-
-def reset_where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
-    """Return `state` `[B, ...]`, in which rows of `initial` replace the rows at FIRST (`[B]` bool)."""
-
-    def choose(fresh: Any, old: jax.Array) -> jax.Array:
-        return jnp.where(first.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
-
-    return jax.tree.map(choose, initial, state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import TimeStep, Tree, specs
+from rlframe.types import AgentState, TimeStep, Tree, specs
 
 
 def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
@@ -27,6 +27,20 @@ def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
 def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
     """Return zeros `[batch_size, ...]` for each leaf of a tree of specs."""
     return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
+
+
+def reset_where(is_first: Any, state: AgentState, initial: AgentState, xp: Any = np) -> AgentState:
+    """Return `state` `[B, ...]`, in which rows of `initial` replace the rows where `is_first` (`[B]` bool) is True.
+
+    `xp` is the library of the arrays: `numpy`, or `jax.numpy` inside a jitted function.
+    """
+    if xp is np and not is_first.any():
+        return state
+
+    def choose(old: Any, fresh: Any) -> Any:
+        return xp.where(is_first.reshape((-1,) + (1,) * (old.ndim - 1)), xp.asarray(fresh, old.dtype), old)
+
+    return jax.tree.map(choose, state, initial)
 
 
 def flatten_batch_and_time(tree: Tree) -> Tree:

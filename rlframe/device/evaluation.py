@@ -12,8 +12,8 @@ import numpy as np
 
 from rlframe import compilation
 from rlframe.actors.evaluator import EVALUATOR_RANK, PlayedEpisodes
-from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
+from rlframe.agents.trees import reset_where
 from rlframe.device.driver import CallLength
 from rlframe.envs.checks import FiniteCheck, MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
@@ -22,7 +22,7 @@ from rlframe.inferencers.inferencer import call_number
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners.update import are_finite
 from rlframe.params.reader import ParamSource
-from rlframe.types import LAST, AgentState, Logs, Params, TimeStep
+from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep
 
 _MOST_STEPS = 1024  # limit of the steps of one call
 
@@ -95,7 +95,7 @@ class EvaluationProgram:
             (envs, timestep, state, rng, call), steps, left = loop
             output, state = self._agent.eval_step(jax.random.fold_in(rng, call), params, timestep, state)
             envs, timestep = self._envs.step(envs, output.action)
-            state = reset_at_first(timestep, state, initial, jnp)
+            state = reset_where(timestep.step_type == FIRST, state, initial, jnp)
             steps = _PlayedSteps(
                 steps.total + 1,
                 steps.step_type.at[steps.total].set(timestep.step_type),

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from rlframe import compilation
-from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
+from rlframe.agents.trees import reset_where
 from rlframe.device.replay import DeviceReplay, StepRecord
 from rlframe.envs.checks import MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
@@ -285,7 +285,8 @@ class Rounds:
             following = following._replace(reward=jnp.clip(reward, -self._clip_rewards, self._clip_rewards))
         record = StepRecord(timestep, output.action, output.extras, state, following)
         if jax.tree.leaves(next_state):
-            next_state = reset_at_first(following, next_state, self._agent.initial_state(self._num_envs), jnp)
+            initial = self._agent.initial_state(self._num_envs)
+            next_state = reset_where(following.step_type == FIRST, next_state, initial, jnp)
         return acting._replace(envs=envs, timestep=following, agent_state=next_state, calls=calls), record, reward
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import (
     DQN,
     IMPALA,
@@ -33,6 +32,7 @@ from rlframe.agents import (
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.agents.transforms import NormalizedAgentState, NormalizedParams, initial_moments, updated_moments
+from rlframe.agents.trees import reset_where
 from rlframe.errors import UsageError
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay import ReplayBuffer
@@ -138,7 +138,7 @@ def test_discounted_reward_sum_restarts_at_each_episode():
     step, returns = jax.jit(agent.actor_step), []
     for step_type, reward in zip(step_types, rewards):
         timestep = batches.timestep(VECTOR, 2)._replace(step_type=step_type, reward=reward)
-        state = reset_at_first(timestep, jax.tree.map(np.asarray, state), initial)
+        state = reset_where(timestep.step_type == FIRST, jax.tree.map(np.asarray, state), initial)
         output, state = step(jax.random.PRNGKey(0), published, timestep, state)
         returns.append(output.extras["return"])
     expected = [[0, 0], [1, 2], [3.9, 5.8], [0, 11.22], [7, 0], [15.3, 10]]

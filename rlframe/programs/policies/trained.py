@@ -10,9 +10,9 @@ import dm_env
 import numpy as np
 
 from rlframe.actors.evaluator import EVALUATOR_RANK
-from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import Agent
 from rlframe.agents.transforms import NormalizedParams
+from rlframe.agents.trees import reset_where
 from rlframe.envs.checks import MaskCheck
 from rlframe.envs.codec import Codec
 from rlframe.envs.layout import SpecMismatchError
@@ -135,7 +135,7 @@ class TrainedPolicy:
             )
         if self._stack is not None and codec is self.codec:
             timestep = self._stack(timestep)
-        before = reset_at_first(timestep, self.state, initial) if state is None else state
+        before = reset_where(timestep.step_type == FIRST, self.state, initial) if state is None else state
         output, self.state = inferencer.inference(self._env_ids, timestep, before)
         self._begins = np.zeros(size, bool)
         action = codec.action.decode(np.asarray(output.action))
