@@ -21,6 +21,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
 from tests.trajectories.api import Api
 from tests.trajectories.serving import ServiceProcess, running_service
+from tests.waiting import wait_until
 
 pytestmark = [NEEDS_CHROMIUM, pytest.mark.system]
 MARKUP = "<img/src=x/onerror=window.injected=true>"
@@ -211,8 +212,7 @@ def test_polling_stops_while_tab_is_hidden(service: ServiceProcess, open_page: O
     expect(page.locator("#state")).to_have_text("connected")
     reports: list[str] = []
     page.on("request", lambda request: reports.append(request.url) if "report" in request.url else None)
-    with page.expect_response("**/report"):
-        page.clock.run_for(1000)
+    run_until_report(page, reports)
     show = "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
     show += " document.dispatchEvent(new Event('visibilitychange')); }"
     page.evaluate(show, True)
@@ -221,8 +221,18 @@ def test_polling_stops_while_tab_is_hidden(service: ServiceProcess, open_page: O
     assert len(reports) - before <= 1  # One request can already be running when the tab is hidden.
     with page.expect_response("**/report"):
         page.evaluate(show, False)
-    with page.expect_response("**/report"):
+    run_until_report(page, reports)
+
+
+def run_until_report(page: Page, reports: list[str]) -> None:
+    """Advance the page's clock until it requests a report. The page sets its timer only after an earlier response."""
+    before = len(reports)
+
+    def advance() -> bool:
         page.clock.run_for(1000)
+        return len(reports) > before
+
+    wait_until(advance, "no request of a report")
 
 
 def test_page_reports_unreachable_service(tmp_path: pathlib.Path, open_page: Open) -> None:
