@@ -13,10 +13,8 @@ from benchmarks.runner import BENCHMARKS, NEEDS
 from rlframe import extras
 
 FAST = {"calls"}  # This benchmark takes a second. Other benchmarks take longer, compile more or start processes.
-PEERS = (
-    "--peers-python",
-    "--cleanrl",
-)  # If a peer is not installed, the notes of its rows contain one of these options.
+# If a peer is not installed, the notes of its rows contain one of these options.
+PEERS = ("--peers-python", "--cleanrl", "--purejaxrl")
 TOO_SHORT = "0 of 1 seeds solved it"  # note of a quick run, which ends before the task is solved
 # Rows whose figure is the difference of two figures. In a short run, noise may make the difference negative.
 DIFFERENCES = {"the framework's tax", "the Actor itself"}
