@@ -2,7 +2,7 @@
 
 Training loop:       agents, envs, actors, inferencers, learners, replay, params (from learner to inferencers)
 Runs:                cli (the command), programs (from options to a result), engines (processes of a program),
-                     coordinator (elastic runs, the status and control of every run), metrics (loggers),
+                     coordinator (elastic runs), control (status and commands over HTTP), metrics (loggers),
                      device (the topology fused)
 Language models:     language, trajectories (the service between environments and trainers)
 Between processes:   handles, transport, interprocess (one machine), http, shutdown (stop all nodes of a program),
