@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from rlframe import extras
-from rlframe.cli import doctor, main
+from rlframe.cli import checks, main
 from rlframe.programs.options import registry
 
 NO_DEVICES = "import json; print(json.dumps({'version': '1', 'backend': 'cpu', 'devices': ['cpu']}))"
@@ -18,7 +18,7 @@ NO_DEVICES = "import json; print(json.dumps({'version': '1', 'backend': 'cpu', '
 @pytest.fixture
 def quick(monkeypatch):
     """Do not import JAX."""
-    monkeypatch.setattr(doctor, "_JAX", NO_DEVICES)
+    monkeypatch.setattr(checks, "_JAX", NO_DEVICES)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def machine(tmp_path, monkeypatch, quick):
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
-        return doctor.examine(tmp_path)
+        return checks.examine(tmp_path)
 
     return examine
 
@@ -106,8 +106,8 @@ def test_system_without_shared_memory_can_train_in_one_process(machine, monkeypa
     ],
 )
 def test_broken_jax_is_reported(monkeypatch, capsys, code, error):
-    monkeypatch.setattr(doctor, "_JAX", code)
-    monkeypatch.setattr(doctor, "_JAX_TIMEOUT", 0.3 if "sleep" in code else 60.0)
+    monkeypatch.setattr(checks, "_JAX", code)
+    monkeypatch.setattr(checks, "_JAX_TIMEOUT", 0.3 if "sleep" in code else 60.0)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr()
     assert f"JAX does not work: {error}" in shown.out and "Traceback" not in shown.out + shown.err
@@ -117,6 +117,6 @@ def test_unreadable_machine_is_no_error(monkeypatch, quick, capsys):
     def fail(root):
         raise OSError("no such file")
 
-    monkeypatch.setattr(doctor, "_MACHINE", dict.fromkeys(doctor._MACHINE, fail))
+    monkeypatch.setattr(checks, "_MACHINE", dict.fromkeys(checks._MACHINE, fail))
     assert main(["doctor"]) == 0
     assert "shared memory: works" in capsys.readouterr().out

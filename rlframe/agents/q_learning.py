@@ -110,8 +110,8 @@ class TargetNetworkAgent(QLearning):
     """Base class of Q-learning agents with a target network, copied after every `target_update_period` updates."""
 
     def initial_learner_state(self, params: Params) -> TargetState:
-        opt_state, steps, rng = super().initial_learner_state(params)
-        return TargetState(opt_state, steps, rng, target_params=params)
+        state = super().initial_learner_state(params)
+        return TargetState(state.opt_state, state.steps, state.rng, target_params=params)
 
     def update_learner_state(self, params: Params, opt_state: Any, learner_state: TargetState) -> TargetState:
         learner_state = super().update_learner_state(params, opt_state, learner_state)

@@ -116,8 +116,8 @@ class SAC(TwinCriticAgent):
         )
 
     def initial_learner_state(self, params: SACParams) -> TargetState:
-        opt_state, steps, rng = super().initial_learner_state(params)
-        return TargetState(opt_state, steps, rng, target_params=params.critics)
+        state = super().initial_learner_state(params)
+        return TargetState(state.opt_state, state.steps, state.rng, target_params=params.critics)
 
     def loss(self, params: SACParams, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """Return the sum of three losses (of the critics, the policy and the temperature), and logs.

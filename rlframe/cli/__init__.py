@@ -12,7 +12,8 @@ With `--seeds`, `seeds.py: train_seeds` starts one run for each seed. `sweep.py`
 `sweep_options.py` parses the options that vary. Both use `multi_run.py`, which runs each seed in its own process.
 
 Commands for an active run (pause, scale, stop) are in `run_control.py`. `status.py` uses it to find the run. Commands
-for results and speed (evaluate, plot, bench) are in `finished_runs.py`.
+for results and speed (evaluate, plot, bench) are in `finished_runs.py`, and those that check an environment or this
+machine in `checks.py`.
 """
 
 from rlframe.cli.main import main

@@ -40,7 +40,7 @@ class OptionField:
         marks: tyro's marks in the annotation.
         default: value of the field; `dataclasses.MISSING` if there is none.
         text: comment beside the field.
-        group: title of its group in the help. "" means the last group, which has no title of its own.
+        group: title of its group in the help. "" means the group of all other options.
     """
 
     name: str

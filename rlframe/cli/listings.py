@@ -1,6 +1,4 @@
-"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` accepts, and the tables of presets.
-`rlframe check-env`: check an environment before the first training.
-"""
+"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` accepts, and the tables of presets."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import dataclasses
 import json
 import sys
 import warnings
-from typing import Annotated, Any, TextIO, Union
+from typing import Annotated, Any, TextIO
 
 import tyro
 
@@ -25,10 +23,6 @@ _ENVS = (
     "tasks, Gymnasium ids. "
     "A prefix selects the library: `gymnasium:NAME`, `envpool:NAME`, `dm_control:NAME`, `jax:NAME`, `gymnax:NAME`, "
     "`jumanji:NAME`. To use your own environment, write file.py:make_env."
-)
-_CHECK_ENV = (
-    "Check an environment: spaces, dtypes, NaN, seeds, resets, ends of episodes, speed and memory. Then recommend a "
-    "pool and a training command. The exit code is 1 if there are errors, and 0 if there are only warnings."
 )
 _AGENTS = "List the agents with their options and presets. To use your own agent, write file.py:Class."
 
@@ -131,27 +125,3 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
         value = str(setting.value) if same else f"{used} (preset: {setting.value})"
         rows.append((key.removeprefix("agent."), value, setting.source if same else "command line"))
     console(file).print(table(("field", "value", "source"), rows, title=f"preset {preset.name}"))
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckEnvOptions(CommandOptions):
-    """Options of `rlframe check-env`."""
-
-    # a name from `rlframe envs`, or file.py:make_env
-    env: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
-    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # keyword arguments of the environment
-    seed: int = 0  # seed of the environment
-    num_envs: Union[int, None] = None  # environments of the later run; None means the default of train
-    seconds: float = 2.0  # time for each of the longer checks; long episodes need more
-    json: bool = False  # print the report as one JSON object in the last line of stdout
-
-
-def check_env(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
-    options = parse(CheckEnvOptions, arguments, "rlframe check-env", _CHECK_ENV)
-    from rlframe.programs.env_check import check
-
-    seed, num_envs, seconds = options.seed, options.num_envs, options.seconds
-    report = check.check_env(options.env, options.env_kwargs, seed=seed, num_envs=num_envs, seconds=seconds)
-    print(json.dumps(report.to_json()) if options.json else report)
-    return 0 if report.ok else 1

@@ -29,7 +29,7 @@ COMMANDS = {
     "sweep": Command("sweep:run", "search for the best values of train's options"),
     "evaluate": Command("finished_runs:evaluate", "play episodes with a trained agent, and optionally record a video"),
     "plot": Command("finished_runs:plot", "draw the learning curves of runs"),
-    "check-env": Command("listings:check_env", "check an environment, and recommend a training command"),
+    "check-env": Command("checks:check_env", "check an environment, and recommend a training command"),
     "envs": Command("listings:envs", "list the names of available environments"),
     "agents": Command("listings:agents", "list the agents, their options and their presets"),
     "serve": Command("serve:run", "serve trajectories, or a language model in training, over HTTP"),
@@ -38,7 +38,7 @@ COMMANDS = {
     "pause": Command("run_control:pause", "pause a run with the elastic topology"),
     "unpause": Command("run_control:unpause", "continue a paused run"),
     "stop": Command("run_control:stop", "save and end a run; rlframe train --resume continues it"),
-    "doctor": Command("doctor:run", "show what works on this machine, and what to install for the rest"),
+    "doctor": Command("checks:doctor", "show what works on this machine, and what to install for the rest"),
     "bench": Command("finished_runs:bench", "compare the speed of rlframe and other libraries"),
 }
 

@@ -1,4 +1,4 @@
-"""The coordinator's calls to workers. Each call waits for its reply in a thread of its own."""
+"""The coordinator's calls to workers. Each call waits for its reply in a separate thread."""
 
 from __future__ import annotations
 

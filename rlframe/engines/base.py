@@ -47,7 +47,7 @@ class EngineOptions(NodeOptions):
 # The states of a node:
 # WAITING: the node has no process, and will be restarted after its backoff.
 # RUNNING: the node has a process.
-# REPLACED: the node's process was killed on request, and a new process will follow.
+# REPLACED: an operator of elastic has killed the node's process, and a new process will follow.
 # ENDING: the node's process has received SIGTERM, and no new process will follow.
 # ENDED: the node has no process, and no new process will follow.
 NodeState = Literal["WAITING", "RUNNING", "REPLACED", "ENDING", "ENDED"]

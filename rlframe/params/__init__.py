@@ -7,7 +7,8 @@ version in one of three ways. If the learner is not in its process, a `ParamRead
             -> Publication                  publication.py: stores the newest version
                  same process:   read directly (`LocalParams`, the base class)
                  same machine:   PublicationReader, through shared memory
-                 elsewhere:      a call of `get_packed`
+                 elsewhere:      a call of `get_packed`; under Ray, the arrays come from Ray's object store
+                                 (engines/ray_nodes/params.py)
     as_packed_source -> Refresher -> Inferencer
                                             reader.py: chooses the way (`ParamReader`), and follows new versions
 

@@ -108,9 +108,11 @@ class ParamReader:
         except NoMethodError:
             self._has_wait = False
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
-        while (version := self._peer.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
+        while True:
+            version, _ = self._peer.get_params(*self._policy, known_version)
+            if version > known_version or time.monotonic() >= deadline:
+                return version
             time.sleep(_POLL_INTERVAL)
-        return version
 
     def _read_memory(self, known_version: int) -> tuple[int, PackedParams | None] | None:
         """Return the result of `get_packed`, or None if the peer shares no memory or was restarted."""
@@ -139,7 +141,7 @@ class ParamReader:
                 return self._peer.get_packed(*self._policy, known_version)
         except NoMethodError:
             self._has_get_packed = False
-        version, params = self._peer.get_params(known_version)
+        version, params = self._peer.get_params(*self._policy, known_version)
         return version, None if params is None else PackedParams.of(params)
 
 

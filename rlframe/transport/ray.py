@@ -31,7 +31,7 @@ from rlframe.transport.sockets import (
     unpack_answer,
 )
 
-SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # environment variable of each node, with the value "DIRECTORY:RELAY"
+SOCKETS_VARIABLE = "RLFRAME_RAY_SOCKETS"  # environment variable of each node, with the value "DIRECTORY:RELAY"
 
 _SOCKETS = SocketTransport()
 # methods of `PackedSource` and of `ParamStore` in the elastic topology

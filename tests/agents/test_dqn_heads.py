@@ -9,15 +9,8 @@ import pytest
 
 from rlframe.agents.dqn_heads import Categories, Expectation, Quantiles
 from rlframe.errors import UsageError
-from tests.extras import import_or_skip
 
 HEADS = [Expectation(), Quantiles(3), Categories(3)]
-
-
-@pytest.fixture
-def rlax():
-    """Import rlax only in tests that use it, because rlax imports TensorFlow, which takes seconds."""
-    return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def inputs(size, rows=32):

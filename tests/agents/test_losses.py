@@ -8,13 +8,6 @@ import numpy as np
 import pytest
 
 from rlframe.agents import losses, off_policy, returns, td3
-from tests.extras import import_or_skip
-
-
-@pytest.fixture
-def rlax():
-    """Import rlax only in tests that use it, because rlax imports TensorFlow, which takes seconds."""
-    return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def test_clipped_surrogate_matches_worked_example():

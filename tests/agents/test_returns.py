@@ -8,13 +8,6 @@ import numpy as np
 import pytest
 
 from rlframe.agents.returns import generalized_advantages, n_step_returns, q_lambda_returns, rescale, unscale, vtrace
-from tests.extras import import_or_skip
-
-
-@pytest.fixture
-def rlax():
-    """Import rlax only in tests that use it, because rlax imports TensorFlow, which takes seconds."""
-    return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def random_inputs(length=12, batch=(3,), seed=0):

@@ -177,7 +177,10 @@ def test_learner_makes_one_update_for_each_batch_that_a_step_completes(tmp_path)
     assert result.learner_steps >= result.env_steps // (16 * 4) * 8
 
 
-@pytest.mark.parametrize(("num_envs", "batch_size"), [(2, 4), (3, 8), (26, 32), (16, 2)])
+@pytest.mark.parametrize(
+    ("num_envs", "batch_size"),
+    [(2, 4), (16, 2), *(pytest.param(*sizes, marks=pytest.mark.system) for sizes in ((3, 8), (26, 32)))],
+)
 def test_queue_is_large_enough_to_lose_no_unroll(num_envs, batch_size, tmp_path):
     with open_loop(impala(num_envs=num_envs, batch_size=batch_size), tmp_path) as loop:
         actor, replay_buffer = loop.driver.actor, loop.driver.replay_buffer

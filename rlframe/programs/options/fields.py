@@ -30,6 +30,9 @@ def option(
 ) -> Any:
     """Return a dataclass field with more facts about an option: `frame_stack: int = option(1, at_least=1)`.
 
+    The comment beside the field, or above it, is the option's text in `--help`. If the comment begins with "Internal:",
+    the help does not show the option. A field without `option(...)` is an option too.
+
     Args:
         default: default of the field. None is never checked.
         at_least: inclusive lower limit for `check_numbers`.

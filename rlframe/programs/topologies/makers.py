@@ -308,7 +308,7 @@ def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, r
     in_step = spec.kind == "queue" and not EnvOptions.of(experiment).async_envs
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
-    tables = ReverbReplayBuffer.tables(session.agent, block=block, capacity=capacity, run_ahead=ahead)
+    tables = ReverbReplayBuffer.tables(session.agent, block=block, when_full="wait", capacity=capacity, run_ahead=ahead)
     assert isinstance(engine, RunsReverb), "`GameProgram` refuses an engine that cannot run Reverb."
     return engine.add_reverb("replay", tables, str(session.directory.reverb))
 

@@ -93,10 +93,14 @@ class ReverbTables:
         """Return the rate limiter of the table of items.
 
         The number of items in a full queue follows from the capacity. In a run, `makers.replay_capacity` replaces the
-        capacity of the agent's `replay_spec`.
+        capacity of the agent's `replay_spec`. Writers of a full queue wait, unless `when_full` is "drop". A run never
+        drops.
 
         `run_ahead` is how many items inserts may run ahead of samples. In a run, `makers.add_reverb` computes it with
         `items_of_rounds`. In your own program, `ReverbReplayBuffer.tables` uses `default_run_ahead`.
+
+        With the topology elastic, the number of actors changes. So `elastic_nodes.add_elastic_replay` computes capacity
+        and rounds for the maximum number of actors.
         """
         spec = self.agent.replay_spec
         if spec.kind == "queue":

@@ -1,7 +1,7 @@
-"""`rlframe doctor`: show what works on this machine, and what to install for the rest.
+"""Commands that check: `rlframe doctor` checks this machine, `rlframe check-env` checks an environment.
 
-The command imports neither JAX nor an optional package, because a broken one could end the process. A child process
-imports JAX and lists its devices.
+`rlframe doctor` shows what works, and what to install for the rest. It imports neither JAX nor an optional package,
+because a broken one could end the process. A child process imports JAX and lists its devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, Union
+
+import tyro
 
 import rlframe
 from rlframe import extras
@@ -24,9 +26,13 @@ from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.engines.devices import find_accelerators, how_to_use
 from rlframe.programs.options import registry
 
-_DESCRIPTION = (
+_DOCTOR = (
     "Show Python, JAX and its devices, memory and limits, the installed extras, and what works here. The exit code is "
     "1 if JAX does not work, and otherwise 0."
+)
+_CHECK_ENV = (
+    "Check an environment: spaces, dtypes, NaN, seeds, resets, ends of episodes, speed and memory. Then recommend a "
+    "pool and a training command. The exit code is 1 if there are errors, and 0 if there are only warnings."
 )
 _JAX = (
     "import jax, json; print(json.dumps({'version': jax.__version__, 'backend': jax.default_backend(), "
@@ -45,9 +51,9 @@ class DoctorOptions(CommandOptions):
     json: bool = False  # print one JSON object
 
 
-def run(arguments: list[str]) -> int:
+def doctor(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
-    options = parse(DoctorOptions, arguments, "rlframe doctor", _DESCRIPTION)
+    options = parse(DoctorOptions, arguments, "rlframe doctor", _DOCTOR)
     found = examine()
     print(json.dumps(found) if options.json else _text(found))
     return 0 if found["ok"] else 1
@@ -284,3 +290,27 @@ def _machine_lines(machine: dict[str, Any]) -> Iterator[str]:
     yield f"shared memory: {shares}{room}"
     if machine["open_files"]:
         yield f"open files: at most {machine['open_files']:,}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckEnvOptions(CommandOptions):
+    """Options of `rlframe check-env`."""
+
+    # a name from `rlframe envs`, or file.py:make_env
+    env: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
+    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # keyword arguments of the environment
+    seed: int = 0  # seed of the environment
+    num_envs: Union[int, None] = None  # environments of the later run; None means the default of train
+    seconds: float = 2.0  # time for each of the longer checks; long episodes need more
+    json: bool = False  # print the report as one JSON object in the last line of stdout
+
+
+def check_env(arguments: list[str]) -> int:
+    """Run the command and return its exit code."""
+    options = parse(CheckEnvOptions, arguments, "rlframe check-env", _CHECK_ENV)
+    from rlframe.programs.env_check import check
+
+    seed, num_envs, seconds = options.seed, options.num_envs, options.seconds
+    report = check.check_env(options.env, options.env_kwargs, seed=seed, num_envs=num_envs, seconds=seconds)
+    print(json.dumps(report.to_json()) if options.json else report)
+    return 0 if report.ok else 1
