@@ -191,7 +191,7 @@ class _Launcher:
             except BaseException:
                 self.directory.remove()
                 raise
-            return self._run_session(session, *program)
+            return self._run_session(*program)
 
     def continue_run(self, experiment: Experiment, resume_from: int | None, take_over: bool) -> Result:
         """Run one more session, from a checkpoint. If the run is complete, return its earlier result."""
@@ -229,7 +229,7 @@ class _Launcher:
             self._print_plan(session)
             program = self._make_program(session, opened)
             directory.write_config(experiment, directory.notes())
-            return self._run_session(session, *program)
+            return self._run_session(*program)
 
     def _lock(self, experiment: Experiment, take_over: bool = False) -> RunLock:
         return RunLock(self.directory.path, take_over, experiment.topology_config.grace_seconds + _EXIT_SECONDS)
@@ -290,12 +290,12 @@ class _Launcher:
 
     def _make_program(
         self, session: Session, opened: contextlib.ExitStack
-    ) -> tuple[Engine, Topology | None, list[Logger]]:
+    ) -> tuple[Session, Engine, Topology | None, list[Logger]]:
         """Make the loggers, the nodes of the program, and the HTTP service.
 
         Returns:
-            (engine, topology, loggers): the engine that runs the nodes, the topology of a second program or None, and
-            the loggers of rows. Only language models have a second program, which runs after the supervised warm-up.
+            (session, engine, topology, loggers). If the nodes run in this process, the session contains the loggers.
+            `topology` is that of a second program, which only language models have, after the warm-up, or None.
         """
         trackers = [] if self.open_trackers is None else list(self.open_trackers(self.directory.path))
         opened.callback(MultiLogger(trackers).close)
@@ -311,7 +311,7 @@ class _Launcher:
         next_topology = wire(engine, session)
         coordinator = None if config.control_group is None else engine.handle_of(config.control_group)
         opened.enter_context(serve_run_control(session.path, self.control_address, coordinator, self.quiet))
-        return engine, next_topology, loggers
+        return session, engine, next_topology, loggers
 
     def _run_session(
         self, session: Session, engine: Engine, next_topology: Topology | None, loggers: list[Logger]

@@ -66,13 +66,15 @@ def rows_of(path) -> list[dict]:
 def test_services_in_one_process_learn_after_supervised_warm_up(tmp_path):
     agent = {"supervised_steps": 3, "supervised_batch_size": 4}
     # The monitor polls ten times a second, so a shorter run could end before its first evaluation.
-    result = run_experiment(grpo_experiment(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
+    experiment, seen = grpo_experiment(agent=agent, steps=40, eval_every=2), []
+    result = run_experiment(experiment, run_dir=tmp_path / "run", callbacks=[lambda info: seen.append(info.step)])
     assert result.learner_steps >= 40
     assert result.env_steps == result.learner_steps * 8
     assert set(result.evaluation) == {"eval/exact_match"}
     rows = rows_of(tmp_path / "run")
     steps = [row["step"] for row in rows]
     assert steps == sorted(steps) and steps[-1] == 3 + result.learner_steps
+    assert seen == steps  # callbacks get the rows of the warm-up and those after it
     assert next(row for row in rows if "supervised_loss" in row)["supervised_loss"] > 1.0
     learned = [row for row in rows if "reward" in row]
     assert all(0.0 <= row["reward"] <= 1.0 and row["length"] >= 1.0 and row["staleness"] >= 0.0 for row in learned)
