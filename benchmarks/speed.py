@@ -80,7 +80,8 @@ def _rows(table: Table) -> str:
         missed = ratio is not None and row.target is not None and ratio < row.target
         target = "" if row.target is None else f"{row.target:g}" + (", **missed**" if missed else "")
         head = ("", "") if lines else (title, value)
-        lines.append((*head, f"{row.name}: {format_number(row.value)}", of, target))
+        number = "not measured" if row.value is None else format_number(row.value)
+        lines.append((*head, f"{row.name}: {number}", of, target))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -166,4 +166,4 @@ def test_options_are_in_the_group_of_their_field_or_dataclass(capsys):
     assert groups["--steps"] == groups["--until-return"] == groups["--run-dir"] == "Run:"
     assert groups["--topology"] == groups["--engine"] == groups["--max-restarts"] == groups["--replay"] == "Processes:"
     assert groups["--max-actors"] == "Elastic and cluster:"
-    assert groups["--head.num-atoms" if "--head.num-atoms" in groups else "--learning-rate"] == "Agent:"
+    assert groups["--agent"] == groups["--network"] == groups["--learning-rate"] == "Agent:"

@@ -1,7 +1,7 @@
 """Commands that check: `rlframe doctor` checks this machine, `rlframe check-env` checks an environment.
 
-`rlframe doctor` shows what works, and what to install for the rest. It imports neither JAX nor an optional package,
-because a broken one could end the process. A child process imports JAX and lists its devices.
+`rlframe doctor` shows what works, and what to install for the rest. A broken package could end the process, so `doctor`
+does not import JAX or optional packages. A child process imports JAX and lists its devices.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_figures_of_a_benchmark_replace_the_older_ones(monkeypatch, capsys, tmp_
     lines = (tmp_path / "speed.md").read_text().splitlines()
     assert lines[4:6] == [
         "| A game (steps/s) | 1,500 | bare loop: 1,000 | 1.50 | 2, **missed** |",
-        "|  |  | a peer: - |  |  |",
+        "|  |  | a peer: not measured |  |  |",
     ]
     assert lines[0] == "Text" and lines[-1] == "<!-- end -->" and "old" not in lines
     assert sorted(json.loads((tmp_path / "speed.json").read_text())) == ["dqn_cartpole", "lm"]

@@ -26,17 +26,6 @@ from tests.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
 DEADLINE = 30.0  # seconds for any response, long enough for a busy machine
 
 
-@pytest.fixture
-def coordinator() -> ScriptedCoordinator:
-    return ScriptedCoordinator()
-
-
-@pytest.fixture
-def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
-    with serve_control(coordinator, port=0) as server:
-        yield server
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[ScriptedCoordinator, httpx.Client]]:
     """Yield a shared server for tests in which the server refuses every request."""

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,23 +27,10 @@ from rlframe.control.address import (
 from rlframe.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
-from rlframe.http.serving import ServerThread
 from rlframe.programs import make_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import NAME, RunLock
 from rlframe.programs.run_dir.status import ControlAddress, StatusFile, serve_run_control
-from tests.control.scripted_coordinator import ScriptedCoordinator
-
-
-@pytest.fixture
-def coordinator() -> ScriptedCoordinator:
-    return ScriptedCoordinator()
-
-
-@pytest.fixture
-def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
-    with serve_control(coordinator, port=0) as server:
-        yield server
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments: str, code: int = 2) -> str:

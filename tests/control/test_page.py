@@ -16,9 +16,8 @@ from playwright.sync_api import Browser, Page, expect
 from rlframe.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError
-from rlframe.http.serving import ServerThread
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
-from tests.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
+from tests.control.scripted_coordinator import MAX_ACTORS
 
 pytestmark = NEEDS_CHROMIUM
 MARKUP = "<img/src=x/onerror=window.injected=true>"
@@ -30,17 +29,6 @@ Open = Callable[..., Page]
 def browser() -> Iterator[Browser]:
     with running_browser() as browser:
         yield browser
-
-
-@pytest.fixture
-def coordinator() -> ScriptedCoordinator:
-    return ScriptedCoordinator()
-
-
-@pytest.fixture
-def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
-    with serve_control(coordinator, port=0) as server:
-        yield server
 
 
 @pytest.fixture
