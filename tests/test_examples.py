@@ -18,6 +18,8 @@ import pytest
 from tests.extras import needs
 from tests.ports import free_port
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 # The maximum return in CartPole is 500, and random actions get about 22. With all tested seeds, these presets end near
@@ -40,7 +42,7 @@ def launchpad() -> None:
 def run(*command: str, returncode: int = 0, cwd: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
     # Long training needs XLA's optimizations, which other tests turn off.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280.0)
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=800.0)
     assert done.returncode == returncode, done.stdout + done.stderr
     return done
 

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from rlframe import extras
-from rlframe.errors import UsageError
+from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.launchpad_nodes.guard import (
     ENTRY,
@@ -35,6 +35,7 @@ from rlframe.launchpad_nodes.guard import (
     end_starting_nodes,
     is_wrapper,
 )
+from rlframe.shutdown import is_program_stopping
 
 _GUARD = "import sys; sys.path += {!r}; from rlframe.launchpad_nodes.guard import main; main()"
 _MAX_REASON = 1000  # an error message in a report is cut after this number of characters
@@ -172,7 +173,10 @@ def restore(launcher: ProcessId, session: int, make: Callable[..., Any], *argume
 
 
 class ReportedExit:
-    """Wraps a node's function, so that `sys.exit(1)` in this function is reported like an exception."""
+    """Wraps a node's function.
+
+    `sys.exit(1)` in the function is reported like an exception. StoppedError while the program stops is a normal end.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -180,6 +184,9 @@ class ReportedExit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._function(*args, **kwargs)
+        except StoppedError:
+            if not is_program_stopping():
+                raise
         except SystemExit as error:
             if error.code not in (None, 0):
                 sys.excepthook(SystemExit, error, error.__traceback__)

@@ -184,6 +184,16 @@ def test_node_whose_run_returns_does_not_end_the_program(start: Start, end: str)
     assert program.ends_within() == 0 and "the script continues" in program.output()
 
 
+def test_node_that_waits_for_another_node_when_the_program_stops_ends_without_a_traceback(start: Start):
+    statement = "from rlframe.errors import StoppedError; print('waits.'); lp.wait_for_stop(); raise StoppedError"
+    program = start(in_function(statement))
+    program.wait_for_output("[fails/0] waits.")
+    program.wait_for_output("[waits/0] runs in")
+    program.process.send_signal(signal.SIGINT)
+    assert program.ends_within() == 0 and "the script continues" in program.output()
+    assert "Traceback" not in program.output()
+
+
 @pytest.mark.parametrize(
     "busy",
     [
