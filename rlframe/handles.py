@@ -192,7 +192,7 @@ class Remote:
         end = time.monotonic() + seconds
         while True:
             if any(event.is_set() for event in self._stops):
-                raise StoppedError(f"{unanswered} when the program stopped.")
+                raise StoppedError(f"{unanswered} when the caller was stopped.")
             left = end - time.monotonic()
             if left <= 0:
                 return

@@ -275,6 +275,6 @@ def test_stop_event_ends_the_wait_for_an_answer(by):
     remote = resolve(by.client(by.address()), "learner", stop=stop)
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
-    with pytest.raises(StoppedError, match=r"learner at \S+ had not answered name\(\) when the program stopped"):
+    with pytest.raises(StoppedError, match=r"learner at \S+ had not answered name\(\) when the caller was stopped"):
         remote.name()
     assert time.monotonic() - began < 60.0

@@ -141,8 +141,8 @@ def _reduce(node: Any, protocol: Any) -> tuple[Any, ...]:
     _refuse_arguments(node)
     reduced: Any = object.__reduce_ex__(node, protocol)
     make, arguments, *rest = reduced
-    if rest and isinstance(rest[0], dict) and not isinstance(node._function, ReportedExit):
-        rest[0] = {**rest[0], "_function": ReportedExit(node._function)}
+    if rest and isinstance(rest[0], dict) and not isinstance(node._function, NodeFunction):
+        rest[0] = {**rest[0], "_function": NodeFunction(node._function)}
     return restore, (this_process(), os.getsid(0), make, *arguments), *rest
 
 
@@ -172,7 +172,7 @@ def restore(launcher: ProcessId, session: int, make: Callable[..., Any], *argume
     return make(*arguments)
 
 
-class ReportedExit:
+class NodeFunction:
     """Wraps a node's function.
 
     `sys.exit(1)` in the function is reported like an exception. StoppedError while the program stops is a normal end.
