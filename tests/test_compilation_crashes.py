@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # the largest images take minutes on a busy machine
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -20,7 +22,7 @@ def act_and_learn(**case: Any) -> None:
     # Remove this variable, because it makes XLA compile code that differs from the code in a user's process.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     command = [sys.executable, "-m", "tests.act_and_learn", json.dumps(case)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800.0)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr)
 
 
