@@ -46,6 +46,7 @@ def check_all_moves_were_legal(result, run_dir):
     assert result.learner_steps > 0
 
 
+@pytest.mark.system
 def test_policy_of_a_masked_run_is_evaluated_loaded_exported_and_resumed(tmp_path):
     options = {"env_kwargs": {"mask": "legal"}, "action_mask": "legal", "frame_stack": 2}
     result = run("ppo", tmp_path / "run", **options)

@@ -200,6 +200,7 @@ def test_results_do_not_depend_on_the_number_of_rounds_per_call(tmp_path, monkey
     assert largest_difference(tmp_path / "long", tmp_path / "short") == 0.0
 
 
+@pytest.mark.system
 def test_rows_evaluations_and_checkpoints_are_made_at_their_steps(tmp_path):
     values = experiment("ppo", **{**PPO, "steps": 1000, "log_every": 200, "eval_every": 500, "eval_episodes": 2})
     result = run_experiment(values, run_dir=tmp_path / "run")

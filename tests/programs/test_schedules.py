@@ -68,9 +68,8 @@ def check_rows(run_dir, agent: str) -> None:
             np.testing.assert_allclose(row[name], function(row["learner_steps"] - 1), rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("agent", "options"), [("ppo", PPO), pytest.param("dqn", DQN, marks=pytest.mark.system)], ids=["ppo", "dqn"]
-)
+@pytest.mark.system
+@pytest.mark.parametrize(("agent", "options"), [("ppo", PPO), ("dqn", DQN)], ids=["ppo", "dqn"])
 def test_run_with_schedules_gives_the_same_parameters_as_a_loop(agent, options, tmp_path):
     for topology in ("single_process", "fused"):
         # Runs end at the same update, but not always at the same step.

@@ -33,14 +33,14 @@ from tests.waiting import wait_until
 
 # The in-process buffer is tested in all cases, because writers to Reverb also use its code. Reverb is tested in every
 # third case, because each case needs a server. `make test` runs every sixth case of the in-process buffer (these have
-# all items and all scenarios), every twelfth case of the other buffers, and no other test of Reverb in this file.
+# all items and all scenarios), every twelfth case of the other buffers, and no test of Reverb in this file.
 EACH_SCENARIO = pytest.mark.parametrize(
     ("make", "item", "scenario"),
     [
         pytest.param(
             *(factory, item, scenario),
             id=f"{factory.__name__}-{item}-{scenario}",
-            marks=[pytest.mark.system] if (i + j) % (6 if factory is local else 12) else [],
+            marks=[pytest.mark.system] if factory is reverb or (i + j) % (6 if factory is local else 12) else [],
         )
         for factory in FACTORIES
         for i, item in enumerate(ITEMS)
