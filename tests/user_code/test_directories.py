@@ -14,18 +14,6 @@ from rlframe.programs.options.object_names import load_object
 from rlframe.user_code.files import forget_changed, keep_files
 
 
-@pytest.fixture(autouse=True)
-def imports():
-    """Restore `sys.path` and `sys.modules` after each test."""
-    path, modules = list(sys.path), dict(sys.modules)
-    forget_changed()
-    yield
-    sys.path[:] = path
-    for name in sys.modules.keys() - modules.keys():
-        if not name.startswith("rlframe."):
-            del sys.modules[name]
-
-
 def load(directory, name="env.py:VALUE"):
     return load_object(f"{directory}/{name}", "environment")
 

@@ -31,17 +31,6 @@ def write(directory, module, reward, factor, id="Own-v0"):
     (directory / f"{module}.py").write_text(text)
 
 
-@pytest.fixture(autouse=True)
-def imports():
-    """Restore Gymnasium's registry, the working directory and `sys.path` after each test."""
-    before, path, here = dict(gymnasium.registry), list(sys.path), os.getcwd()
-    yield
-    os.chdir(here)
-    sys.path[:] = path
-    gymnasium.registry.clear()
-    gymnasium.registry.update(before)
-
-
 def run(env, quiet=True, **options):
     return rlframe.train("ppo", env, num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=quiet, **options)
 
