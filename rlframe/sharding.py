@@ -58,6 +58,7 @@ class LearnerDevices:
         self.mesh: Mesh | None = None
         if ids != (0,):
             self.mesh = jax.make_mesh((len(ids),), (_AXIS,), devices=chosen, axis_types=(AxisType.Auto,))
+        self._reads_in_place = self.mesh is None and chosen[0].platform == "cpu"
 
     @contextlib.contextmanager
     def dividing(self) -> Iterator[None]:
@@ -79,9 +80,11 @@ class LearnerDevices:
 
     def put_rows(self, tree: Tree) -> Tree:
         """Start to copy rows `[B, ...]` to the devices. A CPU without other devices reads them where they are."""
+        if self._reads_in_place:
+            return tree
         mesh = self.mesh
         if mesh is None:
-            return tree if jax.default_backend() == "cpu" else jax.device_put(tree)
+            return jax.device_put(tree)
         return jax.tree.map(lambda leaf: jax.device_put(leaf, _row_sharding(mesh, leaf)), tree)
 
     def put_state(self, tree: Tree) -> Tree:

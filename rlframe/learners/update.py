@@ -74,10 +74,10 @@ class LearnerUpdate:
         self._jitted: compilation.jit | None = None
         if agent.jit_learner_step:
             self._jitted = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
+        self._call = devices.divided(self._jitted or self._update)
 
     def __call__(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
-        with self._devices.dividing():
-            return (self._jitted or self._update)(params, learner_state, batch, actor_arrays)
+        return self._call(params, learner_state, batch, actor_arrays)
 
     def put(self, batch: Batch) -> Batch:
         """Start to copy a batch to the devices, without the fields that the update does not use."""
@@ -85,7 +85,9 @@ class LearnerUpdate:
 
     def for_actors(self, actor_arrays: list[jax.Array]) -> PackedParams:
         """Return packed parameters to publish. If several devices have them, use the copy of the first device."""
-        return PackedParams(self._packing, [one_copy(array) for array in actor_arrays])
+        if self._devices.mesh is not None:
+            actor_arrays = [one_copy(array) for array in actor_arrays]
+        return PackedParams(self._packing, actor_arrays)
 
     def compile_ahead(self, shapes: LearnerArrays, batch: Batch) -> None:
         """Compile the update in another thread. See `compilation.jit.compile_ahead`.

@@ -15,11 +15,12 @@ from rlframe.sharding import LearnerDevices
 CHECKS = pathlib.Path(__file__).with_name("checks.py")
 
 
+@pytest.mark.timeout(1900)  # more than the process may take
 @pytest.mark.parametrize("marker", ["not system", pytest.param("system", marks=pytest.mark.system)])
 def test_several_devices_compute_the_same_as_one(marker):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, str(CHECKS)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-5_000:] + done.stderr[-2_000:]
 
 
