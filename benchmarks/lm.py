@@ -47,8 +47,8 @@ def _serving(context: Context, model: str, log) -> Table:
 
 
 def _learning(context: Context, model: str, log) -> Table:
-    seconds = context.steps(8, 1)
-    contenders = {model: lambda: context.ours("learn", model, "--seconds", seconds)}
+    options = ("--seconds", context.steps(8, 1), "--batches", context.steps(8, 2))
+    contenders = {model: lambda: context.ours("learn", model, *options)}
     results, failures = run_interleaved(contenders, context.repeats, log)
     learner, alone, padding = (
         median(result[way] for result in results[model]) for way in ("learner", "alone", "padding")

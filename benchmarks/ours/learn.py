@@ -34,19 +34,19 @@ GROUPS, GROUP_SIZE = 4, 8  # groups in a batch; sequences in a group
 LENGTHS = 32, 128  # range of lengths in tokens, uniformly distributed; a batch is padded to its longest sequence
 MAX_TOKENS = 128
 TURNS = 4
-KEPT = 8  # batches that the update alone cycles through
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--seconds", type=float, default=5.0, help="total seconds for each way")
+    parser.add_argument("--batches", type=int, default=8, help="batches that the update alone repeats")
     args = parser.parse_args()
-    print(json.dumps(measure(args.model, args.seconds)))
+    print(json.dumps(measure(args.model, args.seconds, args.batches)))
 
 
-def measure(model: str, seconds: float) -> dict[str, Any]:
-    """Measure both ways.
+def measure(model: str, seconds: float, kept: int) -> dict[str, Any]:
+    """Measure both ways. The update alone repeats `kept` batches.
 
     Returns:
         {way: tokens per second without padding} (medians over the turns), the fraction of padding, and `processor_us`,
@@ -60,7 +60,7 @@ def measure(model: str, seconds: float) -> dict[str, Any]:
         buffer = TrajectoryBuffer(server.url)
         learner = Learner(LearnerConfig(), agent, buffer)
         batches = []
-        for _ in range(KEPT):  # compiles for the lengths of the batches
+        for _ in range(kept):  # compiles for the lengths of the batches
             post(1)
             batches.append(buffer.wait_for_batch(60.0))
             learner.step(batches[-1])

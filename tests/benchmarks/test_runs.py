@@ -20,7 +20,7 @@ TOO_SHORT = "0 of 1 seeds solved it"  # note of a quick run, which ends before t
 DIFFERENCES = {"the framework's tax", "the Actor itself"}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.system) for name in BENCHMARKS]
 )
