@@ -45,8 +45,8 @@ def main() -> None:
     print(json.dumps(measure(args.model, args.seconds, args.batches)))
 
 
-def measure(model: str, seconds: float, kept: int) -> dict[str, Any]:
-    """Measure both ways. The update alone repeats `kept` batches.
+def measure(model: str, seconds: float, num_batches: int) -> dict[str, Any]:
+    """Measure both ways. The update alone repeats `num_batches` batches.
 
     Returns:
         {way: tokens per second without padding} (medians over the turns), the fraction of padding, and `processor_us`,
@@ -60,7 +60,7 @@ def measure(model: str, seconds: float, kept: int) -> dict[str, Any]:
         buffer = TrajectoryBuffer(server.url)
         learner = Learner(LearnerConfig(), agent, buffer)
         batches = []
-        for _ in range(kept):  # compiles for the lengths of the batches
+        for _ in range(num_batches):  # compiles for the lengths of the batches
             post(1)
             batches.append(buffer.wait_for_batch(60.0))
             learner.step(batches[-1])

@@ -39,7 +39,7 @@ rlframe train --engine ENGINE --topology TOPOLOGY --agent AGENT --env CartPole-v
 ```
 """
 
-# Remove this note when these cells are trained again.
+# Remove a sentence when its cells are trained again.
 _OLDER = (
     "The DQN cells of Python 3.12\n"
     "used the preset before 2026-11-25, with an Adam epsilon of 1e-8. The cells of Python 3.10 are from 2026-11-30,\n"
