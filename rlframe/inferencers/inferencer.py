@@ -104,7 +104,11 @@ class JittedPolicy:
         """Use these parameters from now on."""
         if self._params_packing is None:
             self._params_packing = packed.packing
-        self.active = version, self._upload(packed.arrays)
+        arrays = packed.arrays
+        # A learner in this process has its arrays on a device already.
+        if self._device is not None or any(isinstance(array, np.ndarray) for array in arrays):
+            arrays = self._upload(arrays)
+        self.active = version, arrays
 
     def params(self) -> Tree | None:
         """Return the parameters in use as numpy arrays, or None before the first ones arrive."""
@@ -146,13 +150,18 @@ class JittedPolicy:
 
     def request(self, call: np.uint32, timestep: TimeStep, state: AgentState) -> Any:
         """Return the last argument of `step`. On an accelerator, copy it as one array, because each copy takes time."""
-        request, packs = (call, timestep, state), self._cfg.pack_requests
-        if packs is False or (packs is None and jax.default_backend() == "cpu"):
+        request = (call, timestep, state)
+        if not self._packs_requests:
             return request
         layout = self._layouts.get(len(timestep.step_type))
         if layout is None:
             layout = self._layouts[len(timestep.step_type)] = ByteLayout(request)
         return jax.device_put(layout.pack(request), self._device)
+
+    @functools.cached_property
+    def _packs_requests(self) -> bool:
+        packs = self._cfg.pack_requests
+        return jax.default_backend() != "cpu" if packs is None else packs
 
     @functools.cached_property
     def _device(self) -> jax.Device | None:

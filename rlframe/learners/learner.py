@@ -24,7 +24,6 @@ from rlframe.learners.update import (
     LearnerUpdate,
     UncheckedUpdate,
     as_numbers,
-    check_are_numbers,
     check_is_batch,
     check_params,
     check_update,
@@ -166,7 +165,6 @@ class Learner:
         )
         self.learner_steps += 1
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
-        check_are_numbers(logs)
         self._unchecked = UncheckedUpdate(self.learner_steps, logs, keys, is_finite)
         if self._agent.learns_from == "trajectories":  # a long update: an immediate check costs little
             self._check_update()

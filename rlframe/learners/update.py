@@ -103,6 +103,7 @@ class LearnerUpdate:
 
     def _update(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
+        check_are_numbers(logs)  # if this function is jitted, only once, while JAX traces it
         loss = logs.get("loss", 0.0)
         actor_arrays, is_finite = self._keep_finite(params, learner_state, actor_arrays, loss)
         kept = self._devices.keep_state((params, learner_state, actor_arrays))
@@ -152,8 +153,10 @@ def check_is_batch(*given: Any) -> None:
 
 
 def check_are_numbers(logs: Logs) -> None:
-    """Raise UsageError if a value in an agent's logs is not a single number."""
+    """Raise UsageError if a value in an agent's logs is not a single number. `priorities` may have any shape."""
     for name, value in logs.items():
+        if name == "priorities":
+            continue
         array = value if hasattr(value, "dtype") else np.asarray(value)  # a device array is not fetched
         if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and similar types
             raise UsageError(

@@ -71,15 +71,17 @@ class RateLimiter:
         Args:
             counts: the replay's counts of items.
             writers: function that returns the state of each rank's writer, including writers that have not started. It
-                is called only if `batch_size` is None.
+                is called only if there are items, and if `batch_size` is None.
             items: function that returns the number of items of each rank. It is called only if not all writers have
                 items for a batch.
         """
         count, size = self._batch_size, counts.size
+        if not size:
+            return 0
         if count is None:
             there = writers()
             count = sum([writer.num_envs for writer in there.values()])
-            if self._is_queue and size and (size < count or not all(writer.num_envs for writer in there.values())):
+            if self._is_queue and (size < count or not all(writer.num_envs for writer in there.values())):
                 count = self._quorum.complete_items(there, items()) if len(there) > 1 else 0
         return count if count and self.may_sample(count, counts) else 0
 
