@@ -113,7 +113,7 @@ class Actor:
     @property
     def env_steps(self) -> int:
         """Number of environment steps. The step after LAST is not counted, because it only resets the environment."""
-        return sum(stepper.episodes.env_steps for stepper in self._steppers)
+        return sum([stepper.episodes.env_steps for stepper in self._steppers])
 
     @property
     def episodes(self) -> int:

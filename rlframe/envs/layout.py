@@ -168,10 +168,10 @@ class BatchBuffer:
 
     def mark_idle(self) -> None:
         """Record the current reference counts. Call this method while only the pool refers to the arrays."""
-        self.idle_counts = [getrefcount(array) for array in self.arrays]
+        self.idle_counts = list(map(getrefcount, self.arrays))
 
     def is_idle(self) -> bool:
-        return [getrefcount(array) for array in self.arrays] == self.idle_counts
+        return list(map(getrefcount, self.arrays)) == self.idle_counts
 
 
 def buffer_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype]]:

@@ -16,7 +16,7 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import Phase
 from rlframe.metrics.rows import Sums
 from rlframe.shutdown import Closeable
-from rlframe.types import TimeStep
+from rlframe.types import TimeStep, find_action_mask
 
 _MARGIN = 5.0  # seconds after the answer timeout, in which a pool can raise its own error
 
@@ -112,7 +112,7 @@ class PoolWrapper(Closeable):
         self._check_actions = ActionCheck(self.action_spec, every_value=is_native)
         checks = not is_native if check_finite is None else check_finite
         self._check_finite = FiniteCheck(spec) if checks else None
-        self._check_masks = MaskCheck(spec)
+        self._check_masks = MaskCheck(spec) if find_action_mask(spec)[1] is not None else None
 
     def _finish(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
         """Check a timestep [B, ...], clip its rewards and stack its frames.
@@ -123,7 +123,8 @@ class PoolWrapper(Closeable):
         """
         if self._check_finite is not None:
             self._check_finite(timestep, env_ids)
-        self._check_masks(timestep, env_ids)
+        if self._check_masks is not None:
+            self._check_masks(timestep, env_ids)
         if self._clip_rewards is not None:
             self.true_rewards = timestep.reward
             timestep = timestep._replace(reward=np.clip(timestep.reward, -self._clip_rewards, self._clip_rewards))

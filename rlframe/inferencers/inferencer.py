@@ -91,8 +91,8 @@ class JittedPolicy:
         version, params = self.active
         with COMPUTING:
             packed = self.step(self.rng, params, self.request(call, timestep, state))
-            output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
-        return AgentOutput(output.action, output.extras, version), state
+            action, extras, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
+        return AgentOutput(action, extras, version), state
 
     def compile_ahead(self, rows: int) -> None:
         """Compile the jitted call for `rows` environments in another thread. It needs parameters."""
@@ -142,7 +142,7 @@ class JittedPolicy:
             assert self._params_packing is not None
             params = self._params_packing.unpack_jax(packed)
             output, state = act(jax.random.fold_in(rng, call), params, timestep, state)
-            answer = (output._replace(params_version=None), state)
+            answer = (output.action, output.extras, state)
             packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
             return packing.pack_jax(answer)
 

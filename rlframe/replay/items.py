@@ -135,10 +135,16 @@ class Transitions(_Items):
             next_numbers: numbers of the timesteps at which the step ends.
             step: arrays of [B, ...].
         """
-        timeline, reward = self._timeline, step.next_timestep.reward
+        timeline, after = self._timeline, step.next_timestep
+        reward, discount = after.reward, after.discount
+        if not self._discounts_at_sampling:
+            discount = discount * self._gamma
         count = len(reward)
         index = timeline.index(numbers, count)
-        discount = self._store(index, next_numbers - numbers, step)
+        self._reward[index] = reward
+        self._discount[index] = discount
+        self._span[index] = next_numbers - numbers
+        self._write(index, step)
         types = step.timestep.step_type.tobytes()
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else True
         fragments.record_starts(numbers, envs)
@@ -181,16 +187,6 @@ class Transitions(_Items):
         self._reward[index] += gained
         self._discount[index] *= discount
         self._span[index] = spans
-
-    def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
-        """Store the step without its observations. Return its factor for the discounts of unfinished items."""
-        after = step.next_timestep
-        discount = after.discount if self._discounts_at_sampling else after.discount * self._gamma
-        self._reward[index] = after.reward
-        self._discount[index] = discount
-        self._span[index] = span
-        self._write(index, step)
-        return discount
 
     def assemble(
         self, slots: np.ndarray, observations: Any, outputs: OutputArrays
@@ -244,22 +240,20 @@ class Sequences(_Items):
         step: Step,
     ) -> None:
         """Store a step from the timesteps `numbers` to the timesteps `next_numbers`. See `Transitions.put`."""
-        timeline, count = self._timeline, len(step.next_timestep.reward)
-        self._store(timeline.index(numbers, count), timeline.index(next_numbers, count), next_numbers - numbers, step)
+        timeline, after, columns = self._timeline, step.next_timestep, self._columns
+        count = len(after.reward)
+        index, next_index = timeline.index(numbers, count), timeline.index(next_numbers, count)
+        columns["step_type"][next_index] = after.step_type
+        columns["reward"][next_index] = after.reward
+        columns["discount"][next_index] = after.discount
+        self._span[index] = next_numbers - numbers
+        self._write(index, step)
+        self._trees["agent_state"].write(index, step.agent_state)
         fragments.record_starts(numbers, envs)
         completes = fragments.have_start_before(self._length - 1, envs)
         if completes is not False:
             starts = fragments.starts_before(self._length - 1, envs)
             self._complete(starts, timeline.index(starts, count), completes, count)
-
-    def _store(self, index: Index, next_index: Index, span: Any, step: Step) -> None:
-        after = step.next_timestep
-        self._columns["step_type"][next_index] = after.step_type
-        self._columns["reward"][next_index] = after.reward
-        self._columns["discount"][next_index] = after.discount
-        self._span[index] = span
-        self._write(index, step)
-        self._trees["agent_state"].write(index, step.agent_state)
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: OutputArrays) -> tuple[SequenceBatch, np.ndarray]:
         """Return a batch of the items that start in `slots` [B], and each item's oldest parameter version [B]."""

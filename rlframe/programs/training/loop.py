@@ -159,11 +159,12 @@ class TrainingLoop:
         """Make steps and updates, and run due tasks. Stop at the step `until`, a signal or a limit."""
         driver, stop, progress = self.driver, self._stop, self._session.progress
         shown, due = time.monotonic(), self._next_due()
-        now = driver.env_steps
+        now, has_learned = driver.env_steps, False
         while now < until and stop.number is None and not self._must_end():
             self._learner_logs = driver.advance(min(due, until), self._must_end) or self._learner_logs
             now = driver.env_steps
-            if self._learner_logs is not None:
+            if self._learner_logs is not None and not has_learned:
+                has_learned = True
                 self._session.show("")
             if due <= now < until:  # at the last step, the caller runs all tasks
                 self._run_due_tasks(now)
