@@ -291,6 +291,15 @@ def split_env_ids(env_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.divmod(env_ids, ENVS_PER_RANK)
 
 
+def call_number(rank: int, calls: int) -> np.uint32:
+    """Return the number that determines the random numbers of a call, for the `calls`-th call of an actor.
+
+    Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random numbers at
+    another position of the stream. Strides of the golden ratio keep these positions apart for any number of ranks.
+    """
+    return np.uint32((calls + rank * 0x9E3779B1) & 0xFFFFFFFF)
+
+
 __all__ = [
     "ENVS_PER_RANK",
     "FIRST",

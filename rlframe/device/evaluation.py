@@ -18,11 +18,10 @@ from rlframe.device.driver import CallLength
 from rlframe.envs.checks import FiniteCheck, MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.errors import StoppedError
-from rlframe.inferencers.inferencer import call_number
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners.update import are_finite
 from rlframe.params.reader import ParamSource
-from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep
+from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, call_number
 
 _MOST_STEPS = 1024  # limit of the steps of one call
 

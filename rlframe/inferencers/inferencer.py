@@ -23,7 +23,7 @@ from rlframe.interprocess.memory import MemoryName
 from rlframe.params.packing import ByteLayout, PackedParams, Packing
 from rlframe.params.reader import ParamSource, Refresher
 from rlframe.sharding import local_device
-from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
+from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree, call_number
 
 _log = logging.getLogger(__name__)
 
@@ -47,15 +47,6 @@ class InferencerConfig:
         check_at_least(self, 1, "sync_interval", "max_batch")
         check_at_least(self, 0, "max_wait")
         check_above(self, 0, "refresh_interval", "learner_deadline")
-
-
-def call_number(rank: int, calls: int) -> np.uint32:
-    """Return the number that determines the random numbers of a call, for the `calls`-th call of an actor.
-
-    Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random numbers at
-    another position of the stream. Strides of the golden ratio keep these positions apart for any number of ranks.
-    """
-    return np.uint32((calls + rank * 0x9E3779B1) & 0xFFFFFFFF)
 
 
 class JittedPolicy:
