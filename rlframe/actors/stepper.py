@@ -204,10 +204,10 @@ class EpisodeStatistics:
         self.episodes = 0
         self.return_sum = self.length_sum = 0.0  # sums over the episodes that ended
         self._returns = np.zeros(num_envs, np.float64)
-        # The length of an episode is its entry in `_lengths` plus `_common`, because adding 1 to an int is faster than
-        # adding 1 to a small array.
+        # The length of an episode is its element of `_lengths` plus `_all_steps`. If all environments step, only the
+        # int `_all_steps` changes, which is faster than a change of the array.
         self._lengths = np.zeros(num_envs, np.int64)
-        self._common = 0  # number of updates of all environments
+        self._all_steps = 0
 
     def update(
         self, timestep: TimeStep, indices: np.ndarray | None = None, rewards: np.ndarray | None = None
@@ -230,20 +230,20 @@ class EpisodeStatistics:
         rewards = timestep.reward if rewards is None else rewards
         if indices is None:
             self._returns = self._returns + rewards  # faster than `+=` for one environment
-            self._common += 1
+            self._all_steps += 1
         else:
             self._returns[indices] += rewards
             self._lengths[indices] += 1
         if began:
             first = np.flatnonzero(step_type == FIRST)
             which = first if indices is None else indices[first]
-            self._returns[which], self._lengths[which] = 0.0, -self._common
+            self._returns[which], self._lengths[which] = 0.0, -self._all_steps
         if not ended:
             return None
         self.episodes += ended
         last = step_type == LAST
         which = np.flatnonzero(last) if indices is None else indices[last]
-        returns, lengths = float(self._returns[which].sum()), float((self._lengths[which] + self._common).sum())
+        returns, lengths = float(self._returns[which].sum()), float((self._lengths[which] + self._all_steps).sum())
         self.return_sum += returns
         self.length_sum += lengths
         return {"episode_return": returns / ended, "episode_length": lengths / ended, "episodes": ended}
@@ -254,14 +254,14 @@ class EpisodeStatistics:
             "env_steps": self.env_steps,
             "episodes": self.episodes,
             "returns": self._returns.copy(),
-            "lengths": self._lengths + self._common,
+            "lengths": self._lengths + self._all_steps,
         }
 
     def set_state(self, state: dict[str, Any], resets: bool) -> None:
         """Restore the result of `get_state`. If the environments reset, drop the sums of the current episodes."""
         self.env_steps, self.episodes = state["env_steps"], state["episodes"]
         if not resets:
-            self._returns, self._lengths, self._common = state["returns"].copy(), state["lengths"].copy(), 0
+            self._returns, self._lengths, self._all_steps = state["returns"].copy(), state["lengths"].copy(), 0
 
 
 def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:

@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 0.25  # seconds between two updates of the progress display
 
 
-# Modules that a run first needs when it saves and logs. Matplotlib is not in this list: an import of its many modules
-# scatters the free memory of Python's objects, and training DQN with a small network then takes 4 % more time.
+# Modules that a run first needs when it saves and logs. Matplotlib is not in this list: after its import, the rest of
+# the process is slower (DQN with a small network takes 1 to 7 % more time: benchmarks/notes/speed.md).
 _LATE_MODULES = ("orbax.checkpoint", "tensorboardX.record_writer")
 
 
