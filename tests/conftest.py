@@ -1,14 +1,18 @@
-"""Pytest hooks for all tests: garbage collection and memory."""
+"""Pytest hooks for all tests: signals, garbage collection and memory."""
 
 from __future__ import annotations
 
 import gc
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+# A shell makes its jobs in the background ignore SIGINT, and so do their children: tests that send SIGINT would hang.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -176,8 +176,7 @@ def test_program_that_has_finished_succeeds_even_if_a_node_then_fails_to_save(tm
 
 LAUNCHER = """
 import signal, sys
-for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
-    signal.signal(ignored_under_nohup, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.nodes import STOP_SIGNAL
 from rlframe.engines.supervision.supervisor import ProgramSupervisor
