@@ -98,12 +98,16 @@ class ThreadsEngine(ResourceEngine):
         return stop.number
 
     def _wait_for_end(self, stop: StopSignal) -> tuple[str, BaseException | None] | None:
-        """Wait for a node that ends the program or fails. Return its (group, error), or None if a signal came first."""
-        ending = ending_group(self.groups)
+        """Wait for the node that ends the program: the node of `ending_group`, the last node, or a node that fails.
+
+        Return its (group, error), or None if a signal came first.
+        """
+        ending, num_running = ending_group(self.groups), len(self._nodes)
         while stop.number is None:
             with contextlib.suppress(queue.Empty):
                 group, error = self._ended.get(0.1)
-                if error is not None or group == ending:
+                num_running -= 1
+                if error is not None or group == ending or not num_running:
                     return group, error
         return None
 

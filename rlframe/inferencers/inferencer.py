@@ -394,5 +394,6 @@ class Inferencer:
             self.stop()
             raise
         if self._policy.compilations > known:
-            _log.info("Compiled inference of %d rows in %.1f s.", len(env_ids), time.perf_counter() - began)
+            rows = len(timestep.step_type)
+            _log.info("Compiled inference of %d rows in %.1f s.", rows, time.perf_counter() - began)
         return answer

@@ -209,7 +209,7 @@ class Refresher:
         """
         while not self._stop.is_set():
             try:
-                if waits and self._current_version() >= 0:
+                if waits:
                     self.wait_for_version(self._current_version(), _MAX_WAIT)
                 self.refresh()
             except StoppedError:

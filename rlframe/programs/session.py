@@ -161,5 +161,6 @@ class EarlyStop:
         if self.by is None and self._has_limits:
             seconds = time.time() - self._began
             reason = self._limits.reached(learner_steps=learner_steps, seconds=seconds, eval_return=eval_return)
-            self.by = None if reason is None else reason.by
+            if reason is not None:
+                self.by = self.by or reason.by  # another thread can have called `request`
         return self.by

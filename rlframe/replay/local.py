@@ -198,7 +198,9 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def _writer_states(self) -> dict[int, WriterState]:
         return {
-            rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
+            rank: WriterState(
+                writer.num_envs, writer.checked and (writer.position, writer.positions.tobytes()), lambda: True
+            )
             for rank, writer in self._writers.by_rank.items()
         }
 

@@ -212,6 +212,13 @@ def test_threads_engine_ends_if_the_monitor_ends_or_a_node_fails():
     assert actor.stopped.is_set()
 
 
+def test_threads_engine_without_a_monitor_or_a_learner_ends_with_its_last_node():
+    engine = ThreadsEngine()
+    for group in ("actor", "actor", "other"):
+        engine.add(group, Node, "ends")
+    assert engine.run() is None
+
+
 @pytest.mark.parametrize("how", ["presses twice", "presses when stopped"])
 def test_second_ctrl_c_raises_if_the_learner_has_not_ended(how):
     engine = ThreadsEngine()

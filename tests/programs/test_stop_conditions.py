@@ -10,7 +10,9 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.session import EarlyStop, Session
 from rlframe.stop_conditions import StopConditions
 from tests.programs.training.test_callbacks import NEVER, PLACES, PROCESSES, train
 
@@ -88,3 +90,10 @@ def test_stop_conditions_report_which_limit_is_reached():
         reason = limits.reached(**reached)
         assert reason is not None and reason.by == name and reason.text
     assert not StopConditions().has_limits and limits.has_limits
+
+
+def test_request_of_another_thread_during_a_check_of_the_limits_is_kept(tmp_path, monkeypatch):
+    experiment = make_experiment("dqn", "CartPole-v1", until_learner_steps=9)
+    stop = EarlyStop(Session(experiment, None, tmp_path, 1, 0.0))
+    monkeypatch.setattr(StopConditions, "reached", lambda *_, **__: stop.request("callback"))
+    assert stop.check_limits(1, None) == "callback"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlframe.replay import ReplayBuffer, tree_store
 from rlframe.replay.base import DatasetTimeoutError
 from rlframe.testing.streams import STEP_SPEC, ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
+from tests.waiting import wait_until
 
 
 def test_capacity_beyond_the_available_memory_is_refused_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,20 @@ def test_sampling_begins_even_if_min_size_equals_the_capacity() -> None:
         buffer.add(*stream.step())
         assert (buffer.sample() is not None) == (buffer.stats()["added"] >= 100)
     assert buffer.size < 100 < buffer.stats()["added"]
+
+
+def test_writer_without_a_first_step_lapses_only_after_twice_the_time() -> None:
+    lapse_after = 0.2
+    buffer = ReplayBuffer(fake_agent("queue", Sequence(2), None, 200, lapse_after=lapse_after))
+    stream = StepStream(2)
+    for _ in range(2):
+        buffer.claim_rank(2)
+    for _ in range(2):
+        buffer.add(*stream.step())
+    began = time.monotonic()
+    batch = wait_until(buffer.sample)
+    assert time.monotonic() - began >= 2 * lapse_after
+    assert batch.keys[:, 0].tolist() == [0, 0]
 
 
 def test_bytes_in_stats_match_the_arrays() -> None:
