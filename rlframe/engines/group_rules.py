@@ -87,12 +87,16 @@ def ending_group(groups: Collection[str]) -> str | None:
     return next((group for group, traits in TRAITS.items() if traits.may_end_program and group in groups), None)
 
 
-def rules_by_group(groups: Mapping[str, int], max_restarts: int, accelerators: Iterable[str]) -> dict[str, GroupRules]:
+def rules_by_group(
+    groups: Mapping[str, int], max_restarts: int, accelerators: Iterable[str], one_machine: bool = True
+) -> dict[str, GroupRules]:
     """Return the rules of each group of a program.
 
     Args:
         groups: number of nodes in each group.
         max_restarts, accelerators: see `NodeOptions`.
+        one_machine: True if all nodes run on this machine. Otherwise the groups that take idle cores get all cores of
+            their machines, because this process knows neither the cores nor the other nodes there.
     """
     ending = ending_group(groups)
     return {
@@ -100,15 +104,18 @@ def rules_by_group(groups: Mapping[str, int], max_restarts: int, accelerators: I
             max_restarts=max_restarts,
             ends_program=group == ending,
             must_save=traits_of(group).saves,
-            env=_env_of_group(group, groups, accelerators),
+            env=_env_of_group(group, groups, accelerators, one_machine),
         )
         for group in groups
     }
 
 
-def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[str]) -> dict[str, str]:
+def _env_of_group(
+    group: str, groups: Mapping[str, int], accelerators: Iterable[str], one_machine: bool
+) -> dict[str, str]:
     """Return the environment variables that set the cores and accelerators of a group's nodes."""
-    found = {"NPROC": str(_idle_cores(groups))} if traits_of(group).takes_idle_cores else dict(ON_CPU)
+    idle = {"NPROC": str(_idle_cores(groups))} if one_machine else {}
+    found = idle if traits_of(group).takes_idle_cores else dict(ON_CPU)
     if PRECISION in os.environ:  # processes on other machines do not inherit it
         found[PRECISION] = os.environ[PRECISION]
     if group not in accelerators:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, MakeWorker, Watch
-from rlframe.engines.group_rules import rules_by_group, traits_of
+from rlframe.engines.group_rules import GroupRules, rules_by_group, traits_of
 from rlframe.engines.served_engine import ServedEngine, pickle_worker
 from rlframe.engines.supervision.nodes import StartableNode, pickle_node
 from rlframe.transport.ray import RayTransport
@@ -39,9 +39,8 @@ class RayEngine(ServedEngine):
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
     ) -> dict[str, Callable[[int, int], StartableNode]]:
         """See `StartsWorkers`."""
-        rules_of = rules_by_group(most, self._options.max_restarts, self._options.accelerators)
         are_bound = {group: refers_to(make, self._owned) for group, make in makers.items()}
-        shares = self._shares(most, any(are_bound.values()))
+        rules_of, shares = self._rules(most), self._shares(most, any(are_bound.values()))
 
         def node(group: str, make: bytes, index: int, incarnation: int) -> StartableNode:
             name, address = f"{group}/{index}", f"{group}/{index}/{incarnation}"
@@ -66,13 +65,12 @@ class RayEngine(ServedEngine):
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[StartableNode]:
         """Yield the nodes. Each node reserves its share of the cluster's CPUs and accelerators."""
         groups = self.groups
-        rules_of = rules_by_group(groups, self._options.max_restarts, self._options.accelerators)
         pickled = {
             node.address: (node.pickled(), refers_to(node, self._owned))
             for nodes in self._nodes.values()
             for node in nodes
         }
-        shares = self._shares(groups, any(bound for _, bound in pickled.values()))
+        rules_of, shares = self._rules(groups), self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
                 content, shares_memory = pickled[node.address]
@@ -80,6 +78,10 @@ class RayEngine(ServedEngine):
                 yield self._cluster.place(
                     name, node.address, content, rules_of[group], *shares[group], shares_memory, end_program
                 )
+
+    def _rules(self, groups: Mapping[str, int]) -> dict[str, GroupRules]:
+        options, one_machine = self._options, self._cluster.num_machines == 1
+        return rules_by_group(groups, options.max_restarts, options.accelerators, one_machine)
 
     def _shares(self, groups: Mapping[str, int], shares_memory: bool) -> dict[str, tuple[float, float]]:
         """Return a dict of group -> (CPUs, accelerators) that each node of the group reserves."""

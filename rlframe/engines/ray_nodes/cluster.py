@@ -102,6 +102,11 @@ class RayCluster:
         rules = dataclasses.replace(rules, env=env)
         return StartableRayNode(name, address, pickled, rules, options, self, end_program)
 
+    @property
+    def num_machines(self) -> int:
+        """The number of Ray nodes in the cluster."""
+        return len(list(self._resources()))
+
     def cpus(self, nodes: int, shares_memory: bool) -> float:
         """Return the number of CPUs for each of `nodes` nodes: 1, or an equal fraction if there are too few CPUs.
 
