@@ -81,6 +81,8 @@ class Agent:
     takes_policy: bool = True  # whether the agent accepts a policy_factory
     # "steps" (from a replay buffer) or "trajectories" (`TokenBatch`es from a trajectory service)
     learns_from: str = "steps"
+    # Methods of this class that the agent never calls -> the method that a subclass defines instead.
+    replaced_methods: Mapping[str, str] = {}
     network: Any  # object with `init` and `apply`; a subclass sets it or overrides `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -88,6 +90,9 @@ class Agent:
         super().__init_subclass__(**kwargs)
         check_methods(Agent, cls)
         check_config_class(cls)
+        for name, instead in super(cls, cls).replaced_methods.items():
+            if name in vars(cls):
+                raise UsageError(f"{cls.__name__} never calls {name}. Define {instead} instead.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
         check_arguments(cls, kwargs)

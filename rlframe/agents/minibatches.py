@@ -222,14 +222,10 @@ class MinibatchAgent(Agent):
     `loss` and `compute_gradients`, which other agents use for a whole batch, are never called.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name, called in (("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")):
-            if name in vars(cls):
-                raise UsageError(
-                    f"{cls.__name__} learns from minibatches and never calls {name}. Define "
-                    f"{called}(params, learner_state, rows) instead."
-                )
+    replaced_methods = {
+        "loss": "minibatch_loss(params, learner_state, rows)",
+        "compute_gradients": "minibatch_gradients(params, learner_state, rows)",
+    }
 
     @property
     def replay_spec(self) -> ReplaySpec:

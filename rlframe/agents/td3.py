@@ -71,6 +71,7 @@ class TD3(TwinCriticAgent):
     """
 
     config_cls = TD3Config
+    replaced_methods = dict.fromkeys(("apply_gradients", "update_learner_state"), "learner_step")
     network_configs = (MLPConfig((400, 300), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
 
     def initial_params(self, rng: jax.Array) -> TD3Params:

@@ -31,6 +31,7 @@ from rlframe.engines.stopping import StopSignal
 from rlframe.errors import RlframeError, UsageError
 from rlframe.metrics.terminal import TerminalLogger, format_number, plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
+from rlframe.programs.options.fields import parse_ranges
 from rlframe.programs.options.saved_experiment import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
@@ -46,11 +47,8 @@ def parse_seeds(text: str) -> list[int]:
     Raises:
         UsageError: the format is wrong, a seed is repeated, or there are more than MAX_RUNS seeds.
     """
-    parts: list[range] = []
     try:
-        for part in text.split(","):
-            first, dash, last = part.strip().partition("-")
-            parts.append(range(int(first), int(last if dash else first) + 1))
+        parts = parse_ranges(text)
     except ValueError:
         raise UsageError(f"--seeds must look like 1-5 or 1,2,7, got {text!r}.") from None
     if (largest := max(part.stop for part in parts) - 1) > MAX_SEED:

@@ -226,8 +226,7 @@ class Checkpointer:
         if self._open_manager is None:
             import orbax.checkpoint as ocp
 
-            # Hide Orbax's warning about a restore without a template. `SavedCheckpoint.tree` has the template.
-            logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
+            logging.getLogger("absl").addFilter(_is_useful)  # a logger has each filter only once
             self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
             native = self._closing.enter_context(contextlib.closing(NativePath(self.directory)))
@@ -278,6 +277,11 @@ def _move(paths: list[pathlib.Path], source: pathlib.Path, destination: pathlib.
         except OSError as error:
             raise UsageError(f"Cannot move {path} to {target}: {error.strerror}.") from error
     _log.warning("All checkpoints and replays newer than the chosen checkpoint were moved to %s.", destination)
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    """Return False for Orbax's warning about a restore without a template. `SavedCheckpoint.tree` has the template."""
+    return "expects a target tree" not in record.getMessage()
 
 
 def _checksum(array: np.ndarray) -> int:

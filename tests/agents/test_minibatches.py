@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import GRPO, PPO, Agent, GRPOConfig, PPOConfig
+from rlframe.agents import GRPO, PPO, TD3, Agent, GRPOConfig, PPOConfig
 from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.errors import UsageError
 from rlframe.language import ModelConfig
@@ -130,13 +131,18 @@ def test_gradient_step_contains_no_branch_if_it_runs_outside_of_a_scan():
     assert "cond" not in str(step) and "select_n" in str(step)
 
 
-@pytest.mark.parametrize(("name", "called"), [("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")])
-def test_subclass_that_defines_an_unused_method_is_rejected(name, called):
-    body = {name: lambda self, params, learner_state, batch: None}
-    with pytest.raises(
-        UsageError, match=rf"Mine learns from minibatches and never calls {name}\. Define {called}\(params, "
-    ):
-        type("Mine", (PPO,), body)
+@pytest.mark.parametrize(
+    ("base", "name", "instead"),
+    [
+        (PPO, "loss", "minibatch_loss(params, learner_state, rows)"),
+        (PPO, "compute_gradients", "minibatch_gradients(params, learner_state, rows)"),
+        (TD3, "apply_gradients", "learner_step"),
+        (TD3, "update_learner_state", "learner_step"),
+    ],
+)
+def test_subclass_that_defines_an_unused_method_is_rejected(base, name, instead):
+    with pytest.raises(UsageError, match=re.escape(f"Mine never calls {name}. Define {instead} instead.")):
+        type("Mine", (base,), {name: getattr(base, name)})
 
 
 class SeveralEpochs(GRPO):

@@ -87,6 +87,8 @@ class FixedParamsAgent:
                 raise UsageError(f"The collector override {name} must be a number, got {value!r}.")
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy has no `_agent` yet
+            raise AttributeError(name)
         return getattr(self._agent, name)
 
     def actor_step(

@@ -51,8 +51,8 @@ def check_env(
     """
     if num_envs is not None and num_envs < 1:
         raise UsageError(f"num_envs must be at least 1, got {num_envs}.")
-    if not 0 <= seed < MAX_SEED:
-        raise UsageError(f"seed must be between 0 and {MAX_SEED - 1}, got {seed}.")
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {seed}.")
     if not seconds > 0:
         raise UsageError(f"seconds must be above 0, got {seconds}.")
     size = num_envs or Experiment.num_envs

@@ -47,6 +47,15 @@ def option(
     return dataclasses.field(default=default, metadata=facts)
 
 
+def parse_ranges(text: str) -> list[range]:
+    """Parse `1-5`, `1,2,7` or `1-3,10`. Raise ValueError if the format is wrong."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        ranges.append(range(int(first), int(last if dash else first) + 1))
+    return ranges
+
+
 def parse_ids(name: str, text: str) -> tuple[int, ...]:
     """Parse the ids of devices: `0`, `1-3` or `0,2`.
 
@@ -54,11 +63,11 @@ def parse_ids(name: str, text: str) -> tuple[int, ...]:
         UsageError: the format is wrong, or an id occurs twice. The message contains `name`, the name of the option.
     """
     try:
-        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-        ids = [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
+        ranges = parse_ranges(text)
     except ValueError:
-        ids = []
-    if not ids or len({*ids}) < len(ids):
+        ranges = []
+    ids = [number for each in ranges for number in each]
+    if not ids or not all(ranges) or len({*ids}) < len(ids):
         raise UsageError(f"{name} must be the ids of devices, such as 0, 1-3 or 0,2, got {text!r}.")
     return tuple(ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import numpy as np
@@ -215,7 +216,7 @@ def test_fixed_epsilon_controls_the_exploration():
     never = FixedParamsAgent(agent, {"epsilon": 1e-9}).actor_step(key, acting, timestep, ())[0].action
     half = FixedParamsAgent(agent, {"epsilon": 0.5}).actor_step(key, acting, timestep, ())[0].action
     assert np.array_equal(never, greedy) and 8 < np.sum(np.asarray(half) != np.asarray(greedy)) < 40
-    assert FixedParamsAgent(agent, {"epsilon": 0.5}).replay_spec == agent.replay_spec
+    assert copy.copy(FixedParamsAgent(agent, {"epsilon": 0.5})).replay_spec == agent.replay_spec
 
 
 def test_unknown_actor_parameters_are_refused_by_name():

@@ -26,6 +26,7 @@ from rlframe.programs.options.fields import (
     flat_fields,
     from_jsonable,
     option,
+    parse_ids,
     to_jsonable,
     with_choices,
 )
@@ -438,3 +439,10 @@ def test_error_for_an_old_config_key_names_the_new_key(agent, old, new, tmp_path
     path.write_text(content.replace(f'"{new}"', f'"{old}"'))
     with pytest.raises(UsageError, match=f"has no field '{old}'. Did you mean '{new}'?"):
         load_experiment(path)
+
+
+def test_device_ids_are_numbers_and_ranges():
+    assert [parse_ids("ids", text) for text in ("0", "1-3", "4,0-1")] == [(0,), (1, 2, 3), (4, 0, 1)]
+    for text in ("", "a", "1-", "1-2-9", "3-1", "3-1,0", "1,1"):
+        with pytest.raises(UsageError, match=f"ids must be the ids of devices, .*, got {text!r}"):
+            parse_ids("ids", text)
