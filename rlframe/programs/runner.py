@@ -307,10 +307,10 @@ class _Launcher:
         if engine.in_process:
             session = dataclasses.replace(session, loggers=tuple(loggers), progress=self.progress)
         config = session.topology_config
-        wire = find_topology(config.name, config.learns_from)
-        next_topology = wire(engine, session)
+        next_topology = find_topology(config.name, config.learns_from)(engine, session)
         coordinator = None if config.control_group is None else engine.handle_of(config.control_group)
-        opened.enter_context(serve_run_control(session.path, self.control_address, coordinator, self.quiet))
+        control = serve_run_control(session.path, self.control_address, coordinator, self.quiet, self.shared)
+        opened.enter_context(control)
         return session, engine, next_topology, loggers
 
     def _run_session(

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlframe import extras
 from rlframe.coordinator.states import JobState, WorkerState
@@ -32,6 +32,9 @@ from rlframe.metrics.rows import add_point
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import Holder, holder_of
+
+if TYPE_CHECKING:
+    from rlframe.programs.session import Shared
 
 OVER = (JobState.CLOSED.value, JobState.FAILED.value)
 
@@ -252,10 +255,11 @@ class LocalRunTarget:
 
     Args:
         run_dir: directory of the run.
+        shared: see `Session`.
     """
 
-    def __init__(self, run_dir: pathlib.Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: pathlib.Path, shared: Shared | None = None) -> None:
+        self._run_dir, self._shared = run_dir, shared
         self._lock = threading.Lock()  # protects `_reader`
         self._reader: StatusReader | None = None
         self._is_stopping = False
@@ -277,12 +281,19 @@ class LocalRunTarget:
         """End the run as Ctrl-C does. Send SIGTERM only once, because a second signal ends the run without a save."""
         if not self._is_stopping and self.status()["job"]["state"] not in OVER:
             self._is_stopping = True
-            os.kill(os.getpid(), signal.SIGTERM)
+            if self._shared is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:  # the runs of other seeds in this process continue
+                self._shared.stop.receive(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def serve_run_control(
-    run_dir: pathlib.Path, address: ControlAddress | None, coordinator: Any = None, quiet: bool = False
+    run_dir: pathlib.Path,
+    address: ControlAddress | None,
+    coordinator: Any = None,
+    quiet: bool = False,
+    shared: Shared | None = None,
 ) -> Iterator[None]:
     """Serve the HTTP service of a run in this process, and write its address to the run's directory.
 
@@ -291,6 +302,7 @@ def serve_run_control(
         address: address of the service. None means no service.
         coordinator: the run's coordinator or a handle to the coordinator. None means that the run has no coordinator.
         quiet: if True, do not print the address.
+        shared: see `Session`.
 
     Raises:
         UsageError: the address cannot be used, or a package is missing.
@@ -304,7 +316,7 @@ def serve_run_control(
         from rlframe.control.app import COORDINATOR, RUN, serve_control
         from rlframe.http.config import read_token
     token_file = address.token_file or make_token_file(run_dir)
-    target, kind = (LocalRunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)
+    target, kind = (LocalRunTarget(run_dir, shared), RUN) if coordinator is None else (coordinator, COORDINATOR)
     with serve_control(target, address.host, address.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
         # Print the token only to a terminal, because other users may be able to read a file with the output.

@@ -18,10 +18,12 @@ import httpx
 from rlframe.cli import main
 from rlframe.control.address import read_control
 from rlframe.engines.base import NodeStatus
+from rlframe.engines.stopping import StopSignal
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import ControlAddress, LocalRunTarget, StatusFile, serve_run_control
+from rlframe.programs.session import Shared
 from tests.control.scripted_coordinator import ScriptedCoordinator
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
@@ -136,6 +138,17 @@ def test_concurrent_status_requests_read_each_row_of_the_logs_only_once(director
     finally:
         sys.setswitchinterval(before)
     assert [step for step, _ in target.status()["returns"]] == list(range(400))
+
+
+def test_cancelled_run_of_one_seed_does_not_stop_the_other_seeds_of_its_process(directory, monkeypatch):
+    monkeypatch.setattr("rlframe.programs.run_dir.status.os.kill", lambda *_: pytest.fail("a signal stops all seeds"))
+    stop = StopSignal()
+    with (
+        serve_run_control(directory.path, ControlAddress(), shared=Shared(None, stop)),
+        client(directory.path) as http,
+    ):
+        assert http.post("/stop", json={"reason": "enough"}).status_code == 200
+    assert stop.number == signal.SIGTERM and not stop.is_repeated
 
 
 @pytest.mark.system
