@@ -103,11 +103,10 @@ class Supervisor:
         backoff: Backoff | None = None,
     ) -> None:
         self.node_logs = logs or NodeLogs()
-        self._grace, self.backoff = grace, backoff or Backoff()
-        self._hang_timeout, self._poll_interval = (
-            hang_timeout,
-            heartbeat_interval(hang_timeout) if hang_timeout else 1.0,
-        )
+        self.backoff = backoff or Backoff()
+        self._grace = grace
+        self._hang_timeout = hang_timeout
+        self._poll_interval = heartbeat_interval(hang_timeout) if hang_timeout else 1.0
         self._clock = SuspendAwareClock(2.0 * self._poll_interval)  # see `HeartbeatMonitor`
         self.slots: dict[str, Slot] = {}
         self.lock = threading.RLock()
