@@ -90,9 +90,10 @@ class Agent:
         super().__init_subclass__(**kwargs)
         check_methods(Agent, cls)
         check_config_class(cls)
-        for name, instead in super(cls, cls).replaced_methods.items():
-            if name in vars(cls):
-                raise UsageError(f"{cls.__name__} never calls {name}. Define {instead} instead.")
+        for base in cls.__mro__[1:]:
+            for name, instead in vars(base).get("replaced_methods", {}).items():
+                if name in vars(cls):
+                    raise UsageError(f"{cls.__name__} never calls {name}. Define {instead} instead.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
         check_arguments(cls, kwargs)

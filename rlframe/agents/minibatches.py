@@ -20,7 +20,7 @@ inside a scan. (An unrolled scan is as fast as the loop, but takes a minute to c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -222,7 +222,7 @@ class MinibatchAgent(Agent):
     `loss` and `compute_gradients`, which other agents use for a whole batch, are never called.
     """
 
-    replaced_methods = {
+    replaced_methods: Mapping[str, str] = {
         "loss": "minibatch_loss(params, learner_state, rows)",
         "compute_gradients": "minibatch_gradients(params, learner_state, rows)",
     }

@@ -50,8 +50,8 @@ class RateLimiter:
     Between these bounds, neither writers nor readers wait.
 
     A batch has `batch_size` items. If `batch_size` is None, a batch has one item of each environment of the writers in
-    the quorum (see `WriterQuorum`). With a `max_staleness` above 0, a fast writer can queue several items per environment
-    before a slow writer queues its first. Such a batch has as many items, but they are the oldest items of the queue.
+    the quorum (see `WriterQuorum`). With a `max_staleness` above 0, a fast writer can queue several items of each
+    environment before a slow writer queues its first. Such a batch has the same size, but takes the oldest items.
 
     Args:
         spec: the agent's `replay_spec`.
