@@ -242,9 +242,7 @@ def _flat_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
             topology: Literal["single_process", "heavy_env", ...] = "single_process"
             replay: Literal["auto", "shared_memory", ..., "file.py:Name"] = "auto"  # "file.py:Name" only if given
 
-    All other fields are inherited. Values are checked later, when the experiment is created. The class has the name and
-    module of `Experiment`, because tyro uses these to find the source code, and reads the help texts there and in the
-    source of the base classes.
+    All other fields are inherited. Values are checked later, when the experiment is created.
     """
     classes = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
     every = dict.fromkeys(classes.values())
@@ -265,10 +263,10 @@ def _flat_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
         named = [each for each in (early.texts.get(name), values.get(name)) if isinstance(each, str) and ":" in each]
         annotations[name] = literal((*known, *named))
     return dataclasses.make_dataclass(
-        Experiment.__name__,
+        "FlatOptions",
         [(name, hint, values[name]) for name, hint in annotations.items() if name in values],
         bases=(*bases, Experiment, TopologyOption),
-        namespace={"__module__": Experiment.__module__, "__post_init__": lambda self: None},
+        namespace={"__post_init__": lambda self: None},
         frozen=True,
     )
 
