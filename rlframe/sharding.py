@@ -52,6 +52,8 @@ class LearnerDevices:
     def __init__(self, devices: int | tuple[int, ...] = 1, *, shard_params: bool = False) -> None:
         ids = tuple(range(devices)) if isinstance(devices, int) else devices
         owner = "The learner (learner_devices or learner_device_ids)"
+        if not ids or min(ids) < 0 or len({*ids}) < len(ids):
+            raise UsageError(f"{owner} needs at least one device, and each id only once, got {devices!r}.")
         local_device(owner, max(ids))  # raises if there are too few
         chosen = [local_device(owner, each) for each in ids]
         self.count, self._shard_params = len(ids), shard_params

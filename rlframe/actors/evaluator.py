@@ -10,7 +10,7 @@ import numpy as np
 from rlframe.agents.trees import reset_where
 from rlframe.envs import as_pool
 from rlframe.envs.adapters import env_seed
-from rlframe.envs.pool import stepping_phase
+from rlframe.envs.pool import stepping_phase, true_rewards
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.heartbeat import STARTING
@@ -97,7 +97,7 @@ class Evaluator:
                 timestep = self._env.step(output.action)
             self.steps += num_envs
             state = reset_where(timestep.step_type == FIRST, state, initial_state)
-            episodes.count(timestep.step_type, timestep.reward)
+            episodes.count(timestep.step_type, true_rewards(self._env, timestep))
         return episodes.result(output.params_version)
 
     def stop(self) -> None:

@@ -7,7 +7,7 @@ seeds and time limits. `pickle_with_state` saves an environment.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -181,9 +181,23 @@ def _is_dm_env(env: Any) -> bool:
 _PICKLE_HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 
+def _all_layers(env: Any) -> Iterator[Any]:
+    """Yield what `wrapper_chain` yields, and the environments in lists, tuples and dicts of each environment."""
+    found, seen = [env], set()
+    for one in found:
+        for layer in api_checks.wrapper_chain(one):
+            if id(layer) not in seen:
+                seen.add(id(layer))
+                yield layer
+                for value in getattr(layer, "__dict__", {}).values():
+                    items = value.values() if isinstance(value, dict) else value
+                    if isinstance(value, (dict, list, tuple)):
+                        found += [item for item in items if _is_gymnasium(item) or _is_dm_env(item)]
+
+
 def pickle_with_state(env: Any) -> bytes | None:
     """Pickle an environment with its state. Return None if the environment or a wrapper cannot be saved exactly."""
-    for layer in api_checks.wrapper_chain(env):
+    for layer in _all_layers(env):
         if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _PICKLE_HOOKS):
             return None
     try:

@@ -268,7 +268,8 @@ def check_name(name: str) -> None:
     elif ":" in task:
         import_module(task.rpartition(":")[0], task)
     elif task not in gymnasium_ids():
-        raise unknown_env_error(task, [*gymnasium_ids(), *envpool_tasks()])
+        others = [] if prefix == "gymnasium" else envpool_tasks()
+        raise unknown_env_error(task, [*gymnasium_ids(), *others])
 
 
 def _make_named(name: str, seed: int, kwargs: Mapping[str, Any]) -> Any:

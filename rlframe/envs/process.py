@@ -78,9 +78,10 @@ class ProcessPool(WorkerProcesses):
         return self._memory.buffers[0]
 
     def _call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        for worker, argument in enumerate(arguments):
-            self._send(worker, pickle.dumps((method, argument)))
-        self._command(CALL)
+        messages = [pickle.dumps((method, argument)) for argument in arguments]
+        self._command(CALL)  # first, because workers read their connections only then, and these hold about 200 kB
+        for worker, message in enumerate(messages):
+            self._send(worker, message)
         results = [self._receive(worker, self._answer_timeout) for worker in range(len(arguments))]
         self._wait()
         return results

@@ -141,6 +141,8 @@ class AsyncThreads:
             raise interrupted_error()
         self._is_waiting = True
         while len(self._ready) < self._wait_num:
+            if self._is_ending.is_set():  # another thread has called `close`
+                raise interrupted_error()
             # Check even if the queue is not empty, because one environment can hang while others are fast.
             if time.monotonic() > self._next_check:
                 self._check_workers()

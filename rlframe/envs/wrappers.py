@@ -11,6 +11,7 @@ import numpy as np
 from dm_env import specs
 
 from rlframe.envs.layout import Layout
+from rlframe.errors import UsageError
 from rlframe.types import FIRST, ActionMaskArray, MultiDiscreteArray, TimeStep, has_channels_first
 
 
@@ -93,6 +94,12 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
             return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
+        if len(leaf.shape) == 3 and has_channels_first(leaf.shape) != has_channels_first(shape):
+            order = "[C, H, W]" if has_channels_first(leaf.shape) else "[H, W, C]"
+            raise UsageError(
+                f"frame_stack={count} makes the image {leaf.name!r} of shape {leaf.shape} ({order}) an image of shape "
+                f"{shape}, of which a network cannot know the channels. Make the images square, or larger."
+            )
         if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # a stack of categories
             return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)
         if isinstance(leaf, specs.BoundedArray):

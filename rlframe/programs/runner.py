@@ -45,7 +45,7 @@ from rlframe.programs.run_dir.status import ControlAddress, StatusFile, describe
 from rlframe.programs.session import Session, Shared
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ProgramConfig, find_topology
-from rlframe.programs.topologies.makers import check_answer_timeout, make_agent, read_codec
+from rlframe.programs.topologies.makers import check_pool_options, make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
 from rlframe.programs.training.row_writer import forward_rows
@@ -129,7 +129,7 @@ def _check_can_run(experiment: Experiment, stop_at: int | None, profile: Profile
     if not experiment.topology_config.engine_class.in_process:
         check_main_is_guarded(filter(None, experiment.named_options.values()))
     check_extras(experiment, with_control=with_control)
-    check_answer_timeout(experiment)
+    check_pool_options(experiment)
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if profile is not None and not experiment.topology_config.can_profile:

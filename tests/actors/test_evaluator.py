@@ -43,6 +43,13 @@ def test_evaluate_can_be_called_again():
     repeated.close()
 
 
+def test_returns_are_sums_of_rewards_before_clipping():
+    inferencer = Inferencer(InferencerConfig(greedy=True), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+    clipped = Evaluator(lambda: SyncEnv(lambda: CountingEnv(4), 1, "loop", clip_rewards=0.5), inferencer, 2)
+    assert clipped.evaluate()["returns"].tolist() == [4.0, 4.0]
+    clipped.close()
+
+
 def test_endless_episode_raises_an_error_that_names_the_environment():
     endless = evaluator([3, 10**9], episodes=2, max_episode_length=50)
     with pytest.raises(EnvError, match="environment 1 has run for 51 steps"):

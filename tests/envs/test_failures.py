@@ -380,3 +380,35 @@ def children():
 
 def open_descriptors():
     return len(os.listdir("/proc/self/fd"))
+
+
+class WaitingEnv(ScriptedEnv):
+    """An environment whose steps wait until `may_step` is set."""
+
+    may_step = threading.Event()
+    is_stepping = threading.Event()
+
+    def step(self, action):
+        self.is_stepping.set()
+        assert self.may_step.wait(60.0)
+        return super().step(action)
+
+
+def test_recv_of_an_async_pool_ends_if_another_thread_closes_the_pool():
+    WaitingEnv.may_step.clear()
+    pool, errors = AsyncEnv(WaitingEnv, 2, 2, "thread", num_workers=1), []
+
+    def receive():
+        with pytest.raises(EnvError) as caught:
+            pool.recv()
+        errors.append(str(caught.value))
+
+    env_ids, _ = pool.recv()
+    pool.send(env_ids, np.zeros(2, np.int32))
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    assert WaitingEnv.is_stepping.wait(60.0)
+    pool.close()
+    WaitingEnv.may_step.set()
+    receiver.join(60.0)
+    assert not receiver.is_alive() and "interrupted or failed in a step" in errors[0]

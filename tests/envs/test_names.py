@@ -62,6 +62,7 @@ def test_dm_control_tasks_are_stepped_and_seeded(type):
         ("CartPol-v1", "loop", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
         ("CartPol-v1", "envpool", "Did you mean 'CartPole-v1'?"),
         ("Pong-v5", "loop", "use type 'envpool'"),
+        ("gymnasium:Surround-v5", "loop", "Unknown environment 'Surround-v5'. `rlframe envs`"),
         ("envpool:CartPole-v1", "process", "use type 'envpool'"),
         ("Ant-v2", "envpool", "EnvPool has no task 'Ant-v2'"),
         ("dm_control:cartpole-swingip", "loop", "Did you mean 'cartpole-swingup'?"),

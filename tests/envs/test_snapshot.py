@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import gymnasium
 import numpy as np
 import pytest
@@ -21,6 +23,18 @@ class Eager(ScriptedEnv, EzPickle):
 class HoldsEager(ScriptedEnv):
     def __init__(self):
         self.inner = Eager()
+
+
+class HoldsSeveral(ScriptedEnv):
+    def __init__(self, several: type):
+        self.inner = {"a": Eager()} if several is dict else several([Eager()])
+
+
+class Large(ScriptedEnv):
+    """An environment whose pickled state does not fit into the buffer of a connection."""
+
+    def __init__(self):
+        self.board = np.zeros(1_000_000, np.uint8)
 
 
 class Locked(ScriptedEnv):
@@ -62,6 +76,14 @@ def test_restored_pool_returns_the_same_steps_as_the_saved_pool(name, saved_by, 
     assert (expected[0] == 0).any() or name in ("Acrobot-v1", "MountainCarContinuous-v0")
 
 
+def test_large_states_of_worker_processes_are_restored():
+    with SyncEnv(Large, 2, "process", num_workers=1) as pool:
+        pool.reset()
+        state, after = pool.get_state(), pool.step(np.zeros(2, np.int32))
+        pool.set_state(state)
+        np.testing.assert_array_equal(pool.step(np.zeros(2, np.int32)).observation, after.observation)
+
+
 def test_pool_saved_before_its_first_reset_starts_with_the_same_observation():
     with SyncEnv("CartPole-v1", 2, seed=5) as pool:
         state, start = pool.get_state(), pool.reset()
@@ -73,7 +95,8 @@ def test_pool_saved_before_its_first_reset_starts_with_the_same_observation():
 @pytest.mark.parametrize(
     ("builder", "type"),
     [(Eager, "loop"), (Locked, "loop"), (Locked, "process"), (HoldsEager, "loop")]
-    + [(lambda: gymnasium.wrappers.TimeLimit(Eager(), 10), "process")],
+    + [(lambda: gymnasium.wrappers.TimeLimit(Eager(), 10), "process")]
+    + [(functools.partial(HoldsSeveral, several), "loop") for several in (list, tuple, dict)],
 )
 def test_get_state_returns_none_for_environments_that_cannot_be_saved(builder, type):
     with SyncEnv(builder, 2, type, num_workers=1) as pool:

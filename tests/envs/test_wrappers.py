@@ -118,7 +118,7 @@ def test_envpool_repeats_an_action_until_the_episode_ends(is_sync):
         ((3,), (2, 3), lambda old, new: np.stack([old, new])),
         ((5, 4), (2, 5, 4), lambda old, new: np.stack([old, new])),
         ((1, 5, 4), (2, 5, 4), lambda old, new: np.concatenate([old, new])),
-        ((5, 4, 3), (5, 4, 6), lambda old, new: np.concatenate([old, new], axis=-1)),
+        ((7, 4, 3), (7, 4, 6), lambda old, new: np.concatenate([old, new], axis=-1)),
         ((3, 3, 3), (3, 3, 6), lambda old, new: np.concatenate([old, new], axis=-1)),
     ],
 )
@@ -132,6 +132,12 @@ def test_frame_stack_shape_depends_on_the_channel_axis(shape, stacked, row):
     after = stack(TimeStep(np.array([MID, FIRST]), ones, ones, new))
     np.testing.assert_array_equal(after.observation[0], row(old[0], new[0]))
     np.testing.assert_array_equal(after.observation[1], row(new[1], new[1]))
+
+
+@pytest.mark.parametrize("shape", [(10, 20, 3), (2, 6, 7)])
+def test_stack_of_images_whose_channel_axis_becomes_ambiguous_is_refused(shape):
+    with pytest.raises(UsageError, match=r"frame_stack=4 makes the image .* of shape .* an image of shape \("):
+        FrameStack(4, specs.BoundedArray(shape, np.uint8, 0, 200, "image"), 2)
 
 
 @pytest.mark.parametrize("options", [{"frame_stack": 0}, {"action_repeat": 0}, {"clip_rewards": 0.0}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -28,3 +29,9 @@ def test_more_devices_than_the_process_has_are_refused():
     message = r"The learner \(.*\) needs device 63 \(the first one is 0\), but this process has 1 cpu device\. Choose"
     with pytest.raises(UsageError, match=message):
         LearnerDevices(64)
+
+
+@pytest.mark.parametrize("devices", [0, (), (-1,), (0, 0)])
+def test_no_devices_and_repeated_devices_are_refused(devices):
+    with pytest.raises(UsageError, match=re.escape(f"at least one device, and each id only once, got {devices!r}.")):
+        LearnerDevices(devices)

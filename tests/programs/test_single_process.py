@@ -412,6 +412,14 @@ def test_answer_timeout_is_refused_if_the_pool_does_not_read_it(tmp_path, env, k
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("kind", ["loop", "auto"])
+def test_num_workers_is_refused_if_the_pool_is_a_loop(tmp_path, kind):
+    experiment = make_experiment("ppo", "CartPole-v1", num_envs=4, env_type=kind, num_workers=2)
+    with pytest.raises(UsageError, match=r"num_workers=2 is for the env_type thread, .* Add --env-type process"):
+        run_experiment(experiment, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_answer_timeout_is_refused_if_the_engine_does_not_read_it(tmp_path):
     experiment = make_experiment(
         "ppo", "CartPole-v1", topology="heavy_env", engine="threads", env_type="loop", answer_timeout=60.0

@@ -75,16 +75,19 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
     return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs)
 
 
-def check_answer_timeout(experiment: Experiment) -> None:
-    """Raise UsageError if the user set `answer_timeout`, but the pool and the engine do not use it."""
+def check_pool_options(experiment: Experiment) -> None:
+    """Raise UsageError if the user set `num_workers` or `answer_timeout`, but the pool and the engine do not use it."""
     config, default = experiment.topology_config, EnvOptions.answer_timeout
-    if (
-        not isinstance(config, EnvOptions)
-        or config.answer_timeout == default
-        or "hang_timeout" in config.engine_class.options
-    ):
+    if not isinstance(config, EnvOptions) or (config.num_workers is None and config.answer_timeout == default):
         return
     kind = env_pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
+    if config.num_workers is not None and kind == "loop":
+        raise UsageError(
+            f"num_workers={config.num_workers} is for the env_type thread, process or envpool. The env_type loop steps "
+            "all environments in one thread. Add --env-type process (env_type), or leave num_workers out."
+        )
+    if config.answer_timeout == default or "hang_timeout" in config.engine_class.options:
+        return
     if kind in ("loop", "envpool", "jax"):
         raise UsageError(
             f"answer_timeout={config.answer_timeout:g} is for the env_type thread or process. The env_type {kind} "
