@@ -16,7 +16,8 @@ def prepare() -> None:
     """Make the standard streams accept any text.
 
     Replace closed streams with the null device. Otherwise the next file or socket would get the stream's descriptor
-    number, and prints would go into it. Escape characters that the stream's encoding does not support.
+    number, and prints would go into it. Escape characters that the stream's encoding does not support. Discard text to
+    stderr that nobody can read.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -27,6 +28,8 @@ def prepare() -> None:
             setattr(sys, name, stream := open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
         if number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # A file name can contain bytes that are not valid UTF-8.
+    if type(sys.stderr) is io.TextIOWrapper:
+        sys.stderr = _Stderr(sys.stderr)
 
 
 def silence_broken_pipe(stream: Any) -> bool:
@@ -45,6 +48,38 @@ def silence_broken_pipe(stream: Any) -> bool:
         os.dup2(null, number)
         os.close(null)
     return lost
+
+
+class _Stderr(io.TextIOWrapper):
+    """A stderr that discards text which nobody can read, so that a run continues and saves.
+
+    The reader may have exited (`| head`, or Ctrl-C also ended `tee`), or the terminal may be closed.
+    """
+
+    def __init__(self, replaced: io.TextIOWrapper) -> None:
+        super().__init__(replaced.buffer, replaced.encoding, replaced.errors, line_buffering=True)
+        self._replaced = replaced  # without a reference, it would close the buffer
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            silence_broken_pipe(self)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            silence_broken_pipe(self)
+
+
+def print_result(text: str) -> None:
+    """Print the last line to stdout. Do nothing if its reader has exited, because the exit code still matters."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence_broken_pipe(sys.stdout)
 
 
 def flush() -> None:

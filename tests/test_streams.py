@@ -33,3 +33,9 @@ def test_run_works_with_closed_streams_in_ascii_locale(tmp_path):
         shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0
     )  # The command prints "±", which is not ASCII.
     assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.system
+def test_run_is_saved_although_the_reader_of_its_output_has_exited(tmp_path):
+    done = shell(f"{TRAIN} --run-dir run --json --log-every 1 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert done.returncode == 0 and (tmp_path / "run" / "result.json").exists()

@@ -79,9 +79,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _failed(sentence: str, code: int) -> int:
-    """Print the error, unless the reader of stderr has exited. Return the exit code."""
-    with contextlib.suppress(BrokenPipeError):
-        print(f"rlframe: {sentence}", file=sys.stderr)
+    """Print the error. Return the exit code."""
+    print(f"rlframe: {sentence}", file=sys.stderr)
     return code
 
 

@@ -136,9 +136,13 @@ def run_all(
                     has_stopped_them = True
                     for run in running:
                         run.stop()
-        finally:  # after an error, a run that is already stopping gets a second signal and ends without saving
+        except KeyboardInterrupt:  # a second Ctrl-C: the runs end without saving
+            has_stopped_them = False
+            raise
+        finally:
             for run in running:
-                run.stop()
+                if not has_stopped_them:
+                    run.stop()
             for run in running:
                 run.wait()
 

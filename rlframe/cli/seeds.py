@@ -40,6 +40,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.saved_experiment import load_experiment
 from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import holder_of
+from rlframe.streams import print_result
 
 
 def train_seeds(experiment: Experiment, options: TrainOptions) -> int:
@@ -195,7 +196,7 @@ def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions)
         if not options.quiet:
             _print_table(done, summary, picture)
         if options.json:
-            print(json.dumps(summary), flush=True)
+            print_result(json.dumps(summary))
     return 0 if failed is None else failed.code or 1
 
 

@@ -13,6 +13,7 @@ from rlframe.metrics.terminal import format_number, plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.streams import print_result
 
 
 def run(arguments: list[str]) -> int:
@@ -45,7 +46,7 @@ def _train_and_print(experiment: Experiment, options: TrainOptions, preset: Pres
     if not options.quiet:
         _print_result(experiment, result)
     if options.json:
-        print(json.dumps(result.to_json()), flush=True)
+        print_result(json.dumps(result.to_json()))
     if result.signal is not None:
         return 128 + result.signal
     return 0 if result.evaluation_error is None else 1
