@@ -203,6 +203,7 @@ class _Launcher:
             check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.check_and_go_back_to(resume_from, directory.path / "aside")
+                directory.go_back_to(resume_from, experiment)
                 has_checkpoint = bool(checkpointer.steps())
             if resume_from is None and (earlier := self._earlier_result(saved, experiment)) is not None:
                 return earlier
@@ -213,10 +214,8 @@ class _Launcher:
                 )
             session = self._make_session(experiment, opened)
             if not has_checkpoint:
-                _log.warning(
-                    "The run in %s ended before its first checkpoint. Its learner starts from the beginning.",
-                    directory.path,
-                )
+                text = "The run in %s ended before its first checkpoint. Its learner starts from the beginning."
+                _log.warning(text, directory.path)
             if values := last_values(experiment):
                 _log.warning(
                     "The schedules of the run ended at step %s. Since then, %s. For other values, start a new run with "

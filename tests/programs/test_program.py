@@ -85,6 +85,21 @@ def test_resumed_program_continues_its_counts(tmp_path):
     assert steps == sorted(steps)
 
 
+def test_program_goes_back_to_the_steps_of_an_older_checkpoint(tmp_path):
+    experiment = small_experiment(
+        "impala", "heavy_env", unroll_length=8, batch_size=4, eval_episodes=0, log_every=50, checkpoint_every=50
+    )
+    checkpointer = Checkpointer(tmp_path / "run/checkpoints")
+    first = run_experiment(experiment, run_dir=tmp_path / "run")
+    oldest = checkpointer.steps()[0]
+    assert oldest < first.learner_steps
+    again = run_experiment(experiment, run_dir=tmp_path / "run", resume=True, resume_from=oldest)
+    assert again.learner_steps > oldest + 1 and again.env_steps >= 1_000
+    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
+    steps, learned = ([row[name] for row in rows if name in row] for name in ("step", "learner_steps"))
+    assert steps == sorted(steps) and learned == sorted(learned)
+
+
 @pytest.mark.system
 def test_stopped_program_reports_a_failed_save(tmp_path, monkeypatch):
     experiment = small_experiment("impala", "heavy_env", unroll_length=8, batch_size=4, steps=10**8, log_every=100)

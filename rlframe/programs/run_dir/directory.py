@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -19,7 +20,7 @@ from typing import Any
 from rlframe.engines.devices import describe_devices
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import stored_id, write_atomically
-from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
+from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger, read_jsonl
 from rlframe.metrics.rows import COUNTERS, ActorCounts
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.fields import convert
@@ -124,6 +125,17 @@ class RunDir:
             f"{self.path} contains the runs of {'several seeds' if found == SEEDS else 'a sweep'}: "
             f"{named or 'none yet'}. Name one of them, or resume all with: {self.resume_command}"
         )
+
+    def go_back_to(self, checkpoint: int | None, experiment: Experiment) -> None:
+        """Set the count of environment steps back to a checkpoint. Do nothing if the checkpoint itself has the count.
+
+        The checkpoints of programs are numbered by learner steps. The rows connect these with environment steps.
+        """
+        if checkpoint is None or not self.progress.exists() or experiment.topology_config.learns_from != "steps":
+            return
+        rows = read_jsonl(self.metrics) if self.metrics.exists() else []
+        steps = [row["step"] for row in rows if row.get("learner_steps", math.inf) <= checkpoint]
+        ProgressFile(self.progress, "").go_back_to(max(steps, default=0))
 
     @property
     def resume_command(self) -> str:
@@ -274,6 +286,13 @@ class ProgressFile:
                 self.ended = None
                 total, logged = list(self.counts.total().values()), self.counts.total_logged()
                 self.counts = ActorCounts({"before": total}, {"before": logged})
+
+    def go_back_to(self, step: int) -> None:
+        """Set the total count of environment steps to `step`, and write the file."""
+        total = {**self.counts.total(), COUNTERS[0]: float(step)}
+        self.counts = ActorCounts({"before": list(total.values())}, {"before": self.counts.total_logged()})
+        self.evaluated = None if self.evaluated is None else min(self.evaluated, step)
+        self.save()
 
     def save(self) -> None:
         """Write the file atomically. Raise CheckpointError if that fails."""
