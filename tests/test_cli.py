@@ -139,6 +139,7 @@ def test_option_config_loads_a_config_that_other_options_change(trained):
         ),
         (f"train --agent {REMEMBERING} --network mlp", "Remembering makes its own network and reads no net_fact"),
         ("train --agent sac", "SAC needs continuous actions, a Box of floats; got the action spec DiscreteArray"),
+        ("train --at-once 2", "--at-once 2 needs --seeds: without it, there is only one run."),
         ("train --config nothing.json", "Cannot read nothing.json: No such file or directory."),
         ("train --resume", "--resume needs --run-dir"),
         ("train --agent --env CartPole-v1", "Missing value for argument '--agent'."),

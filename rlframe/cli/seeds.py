@@ -164,6 +164,9 @@ def _run_together(
         elif outcome.signal is not None:
             _print_progress(run, "stopped", options)
             return
+        elif outcome.evaluation_error is not None:
+            _print_progress(run, f"failed: {outcome.evaluation_error}", options)
+            return
         _print_progress(run, run.outcome(), options)
 
     for run in unfinished.values():

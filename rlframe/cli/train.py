@@ -25,6 +25,8 @@ def run(arguments: list[str]) -> int:
     if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
     if options.seeds is None:
+        if options.at_once is not None:
+            raise UsageError(f"--at-once {options.at_once} needs --seeds: without it, there is only one run.")
         return _train_and_print(experiment, options, preset)
     if "seed" in raw_option_values(arguments):
         raise UsageError(f"--seeds {options.seeds} starts one run for each seed: leave --seed out.")

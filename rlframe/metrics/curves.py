@@ -149,14 +149,18 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
 def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
     """Return the x value [n] of each row: int64 steps or float64 seconds.
 
-    If a row has no time, use the time of the previous row.
+    `wall_seconds` starts at 0 in each session, so add the times of the earlier sessions. If a row has no time, use the
+    time of the previous row.
     """
     if over == "steps":
         return np.array([row["step"] for row in rows], np.int64)
-    seconds = [0.0]
+    seconds, before, newest = [], 0.0, 0.0
     for row in rows:
-        seconds.append(row.get("wall_seconds", seconds[-1]))
-    return np.array(seconds[1:], np.float64)
+        in_session = row.get("wall_seconds", newest)
+        before += newest if in_session < newest else 0.0
+        newest = in_session
+        seconds.append(before + newest)
+    return np.array(seconds, np.float64)
 
 
 def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:

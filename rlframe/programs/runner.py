@@ -219,7 +219,7 @@ class _Launcher:
             if values := last_values(experiment):
                 _log.warning(
                     "The schedules of the run ended at step %s. Since then, %s. For other values, start a new run with "
-                    "--config %s --init-from %s.",
+                    "--config %s --init-from %s --schedule-steps 0.",
                     f"{experiment.schedule_steps:,}",
                     " and ".join(f"{name} is {value:g}" for name, value in values.items()),
                     directory.config,
@@ -261,7 +261,8 @@ class _Launcher:
         config = experiment.topology_config
         node, is_shared = "launcher" if isinstance(config, ProgramConfig) else "train", self.shared is not None
         opened.enter_context(logs.logging_to_file(self.directory.logs, node, of_this_thread=is_shared))
-        opened.enter_context(matmul_precision(config.matmul_precision, config.engine_class.in_process))
+        if not is_shared:  # otherwise `run_seeds` has set it for all seeds
+            opened.enter_context(matmul_precision(config.matmul_precision, config.engine_class.in_process))
         codec = read_codec(experiment)
         return Session(
             experiment,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Union
 
 from rlframe.device.seeds import JointSeeds
+from rlframe.engines.devices import matmul_precision
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
@@ -110,7 +111,8 @@ def run_seeds(
                 thread.join(_POLL)
 
     # One handler for all threads, because each thread would remove the handler that it adds.
-    with root_handler(logging.lastResort), StopSignal() as stop:
+    precision = matmul_precision(experiment.topology_config.matmul_precision, in_process=True)
+    with precision, root_handler(logging.lastResort), StopSignal() as stop:
         for thread in threads:
             thread.start()
         try:

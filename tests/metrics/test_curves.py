@@ -44,6 +44,14 @@ def test_run_can_be_loaded_with_wall_time_on_the_x_axis(tmp_path):
     assert load_run(tmp_path).evaluated_steps.tolist() == [10, 20]
 
 
+def test_times_of_a_resumed_run_continue_after_its_first_session(tmp_path):
+    logger = JSONLLogger(tmp_path / "metrics.jsonl")
+    for step, seconds in ((10, 100.0), (20, 200.0), (30, 50.0), (40, 150.0)):
+        logger.write(step, {"episode_return": 1.0, "wall_seconds": seconds})
+    logger.close()
+    assert load_run(tmp_path, "seconds").steps.tolist() == [100.0, 200.0, 250.0, 350.0]
+
+
 def test_runs_that_differ_only_in_their_seed_become_one_curve(tmp_path):
     one = make_run(tmp_path / "1", {0: 0.0, 100: 100.0, 200: 200.0}, agent="ppo", env="CartPole-v1", seed=1)
     two = make_run(tmp_path / "2", {0: 20.0, 100: 120.0}, agent="ppo", env="CartPole-v1", seed=2)

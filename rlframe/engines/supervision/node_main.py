@@ -74,13 +74,13 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
     """
     stop = threading.Event()
     register_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
-    # Set the event in a new thread, because the interrupted thread may hold the event's lock.
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set, daemon=True).start())
-    with STARTING:
+    with STARTING:  # until the object exists, SIGTERM kills this process: it has nothing to save
         import cloudpickle
 
         node = cloudpickle.loads(pickled)
         made = node.constructor(*node.args, **node.kwargs)
+    # Set the event in a new thread, because the interrupted thread may hold the event's lock.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set, daemon=True).start())
     server = node.transport.serve(public_methods(made), node.address)
     try:
         if hasattr(made, "run"):

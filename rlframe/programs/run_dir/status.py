@@ -280,6 +280,11 @@ class LocalRunTarget:
     def cancel(self, reason: str = "") -> None:
         """End the run as Ctrl-C does. Send SIGTERM only once, because a second signal ends the run without a save."""
         if not self._is_stopping and self.status()["job"]["state"] not in OVER:
+            if self._shared is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                raise UsageError(
+                    "This run cannot be stopped: it is not in the main thread of its process, and only the main thread "
+                    "receives signals. Stop it in a callback: info.stop()."
+                )
             self._is_stopping = True
             if self._shared is None:
                 os.kill(os.getpid(), signal.SIGTERM)

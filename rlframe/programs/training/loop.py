@@ -184,7 +184,7 @@ class TrainingLoop:
         if self._row_schedule.advance_to(now):
             self._write_row()
         began = time.monotonic()
-        if self._evaluation_schedule.advance_to(now):
+        if self._evaluation_schedule.advance_to(now) and self._stop.number is None:
             self._evaluate(final=False)
         if self._checkpoint_schedule.advance_to(now):
             self._save(final=False)

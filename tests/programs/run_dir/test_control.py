@@ -19,6 +19,7 @@ from rlframe.cli import main
 from rlframe.control.address import read_control
 from rlframe.engines.base import NodeStatus
 from rlframe.engines.stopping import StopSignal
+from rlframe.errors import UsageError
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
@@ -60,7 +61,7 @@ def client(run_dir: pathlib.Path) -> httpx.Client:
 def test_http_service_shows_the_run_and_can_only_stop_it(directory, monkeypatch):
     killed = []
     monkeypatch.setattr("rlframe.programs.run_dir.status.os.kill", lambda pid, number: killed.append(number))
-    with serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
+    with StopSignal(), serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
         assert http.get("/healthz", headers={"Authorization": ""}).json() == {"status": "ok"}
         assert http.get("/status", headers={"Authorization": ""}).status_code == 401
         status = http.get("/status").json()
@@ -138,6 +139,11 @@ def test_concurrent_status_requests_read_each_row_of_the_logs_only_once(director
     finally:
         sys.setswitchinterval(before)
     assert [step for step, _ in target.status()["returns"]] == list(range(400))
+
+
+def test_run_that_receives_no_signals_refuses_to_stop(directory):
+    with pytest.raises(UsageError, match="cannot be stopped: it is not in the main thread"):
+        LocalRunTarget(directory.path).cancel()
 
 
 def test_cancelled_run_of_one_seed_does_not_stop_the_other_seeds_of_its_process(directory, monkeypatch):

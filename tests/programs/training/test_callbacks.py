@@ -23,6 +23,7 @@ from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.programs.policies.saved import read_checkpoint, read_policy
 from rlframe.programs.run_dir.directory import Result, RunDir, open_run
 from rlframe.programs.topologies.makers import make_agent
+from rlframe.programs.training.loop import TrainingLoop
 from tests.extras import needs
 from tests.ray_home import ray_home
 
@@ -351,6 +352,17 @@ def test_signal_is_reported_as_an_interrupt(tmp_path):
 
         result = train(tmp_path / place[0], *place, callbacks=[callback])
         assert (result.stopped_by, result.signal, result.return_mean) == ("interrupt", signal.SIGINT, None)
+
+
+def test_no_evaluation_starts_after_a_signal(tmp_path, monkeypatch):
+    def callback(info):
+        if info.step < 100:
+            return
+        monkeypatch.setattr(TrainingLoop, "_evaluate", lambda *_, **__: pytest.fail("an evaluation started"))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = train(tmp_path / "run", "single_process", None, callbacks=[callback], eval_every=50, log_every=50)
+    assert result.signal == signal.SIGINT
 
 
 def test_reader_of_logs_never_returns_a_part_of_a_row(tmp_path):
