@@ -101,15 +101,22 @@ class JobFailedError(ProgramError):
 
 
 class FieldError(UsageError):
-    """A field of a request is invalid. `field` is its name."""
+    """A field of a request is invalid. `field` is its name; None if the error comes from another process."""
 
-    def __init__(self, field: str | None, message: str) -> None:
+    def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
 
 
 class ConflictError(UsageError):
     """The job's current state does not allow the request."""
+
+
+def error_from_message(kind: type[RlframeError], message: str) -> RlframeError:
+    """Return an error that another process raised. The attributes that its class adds are missing."""
+    error = kind.__new__(kind)
+    error.args = (message,)
+    return error
 
 
 def check_at_least(config: object, least: float, *names: str) -> None:

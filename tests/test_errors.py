@@ -50,7 +50,7 @@ def test_fraction_below_0_or_above_1_is_refused(value):
     "error",
     [
         UsageError("no such agent"),
-        FieldError("count", "count must be a number"),
+        FieldError("count must be a number", "count"),
         InvalidGroupError(("tokens", 0), "There is no token.", "too_short"),
         SpecMismatchError("observation", "2.0", "in [0, 1]", (0, 3)),
         RefusedError("Too many requests.", 429, code="busy", headers={"Retry-After": "2"}),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlframe.errors import NoMethodError, RemoteError, UnavailableError, UsageError
+from rlframe.errors import FieldError, NoMethodError, RemoteError, UnavailableError, UsageError
 from rlframe.transport import DEFAULT, Transport
 from rlframe.transport.sockets import SocketTransport
 from tests.extras import needs
@@ -47,7 +47,11 @@ def add(left: int, right: int = 1) -> int:
     return left + right
 
 
-METHODS = {each.__name__: each for each in (add, misuse, refuse, fail)}
+def exceed() -> None:
+    raise FieldError("n must be at most 8", "n")
+
+
+METHODS = {each.__name__: each for each in (add, misuse, refuse, fail, exceed)}
 
 
 def test_transport_keeps_the_types_of_rlframe_errors_and_the_tracebacks_of_other_errors(transport):
@@ -58,6 +62,7 @@ def test_transport_keeps_the_types_of_rlframe_errors_and_the_tracebacks_of_other
     for method, kind, said in (
         ("misuse", UsageError, r"^observation should be \[B, 2\]$"),
         ("refuse", UnavailableError, "not yet"),
+        ("exceed", FieldError, "^n must be at most 8$"),
         ("fail", RemoteError, r"(.|\n)*KeyError: 'missing'"),
         ("nosuch", NoMethodError, "nosuch"),
     ):

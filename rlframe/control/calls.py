@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError
-from rlframe.http.bodies import encoded
+from rlframe.http.bodies import event_data
 
 STATUS_MAX_AGE = 0.2  # maximum age of a cached status, in seconds
 STATUS_DEADLINE = 3.0  # seconds for a call of `status`
@@ -170,4 +170,4 @@ class EventLog:
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    return b"id: %d\ndata: %s\n\n" % (event["number"], encoded(event))
+    return b"id: %d\ndata: %s\n\n" % (event["number"], event_data(event))

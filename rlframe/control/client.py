@@ -149,6 +149,6 @@ class ControlClient(Closeable):
                 "--token-file, or pass RUN_DIR, where the token is found automatically."
             )
         if response.status_code == 422:
-            raise FieldError(refused.get("field"), message)
+            raise FieldError(message, refused.get("field"))
         kinds = {409: ConflictError, 503: UnavailableError}
         raise kinds.get(response.status_code, RemoteError)(message)

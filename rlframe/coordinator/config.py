@@ -75,7 +75,7 @@ class CoordinatorConfig:
         least, most = (self.min_collectors, self.max_collectors) if role == "collector" else (1, 1)
         if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
             bounds = f"between {least} and {most}" if least < most else f"{least}"
-            raise FieldError("n", f"The number of workers of the role {role} must be {bounds}, got {n!r}.")
+            raise FieldError(f"The number of workers of the role {role} must be {bounds}, got {n!r}.", "n")
 
 
 class JobRecorder:

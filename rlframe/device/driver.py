@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
 from rlframe import compilation
 from rlframe.agents.base import Agent
@@ -26,6 +25,7 @@ from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners import Learner
+from rlframe.replay.tree_store import available_memory
 from rlframe.sharding import LearnerDevices
 from rlframe.types import Logs, Params
 
@@ -43,7 +43,7 @@ def check_memory(needed: int, how_to_shrink: str) -> None:
         how_to_shrink: a sentence for the error.
     """
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has no statistics
-    free = stats.get("bytes_limit", psutil.virtual_memory().available) - stats.get("bytes_in_use", 0)
+    free = stats.get("bytes_limit", available_memory()) - stats.get("bytes_in_use", 0)
     if needed > free:
         raise UsageError(
             f"The replay needs {needed / 2**30:.1f} GiB of device memory, with its copy in a checkpoint, but only "

@@ -34,6 +34,17 @@ def answer(content: Any, status: int = 200, headers: dict[str, str] | None = Non
     return Response(encoded(content), status, headers, "application/json")
 
 
+_LINE_ENDS = "\x85\u2028\u2029"  # these are escaped, because some clients split events at Unicode line ends
+
+
+def event_data(content: Any) -> bytes:
+    """Encode a value as the data of a server-sent event: JSON in one line."""
+    data = encoded(content)
+    for character in _LINE_ENDS:
+        data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return data
+
+
 def encoded(content: Any) -> bytes:
     """Encode a value as JSON. NaN and infinity become null. Paths that are not UTF-8 are written with escapes."""
     try:

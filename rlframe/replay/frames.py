@@ -46,8 +46,9 @@ class FrameStore:
 
     @property
     def nbytes(self) -> int:
-        """Size of the full store in bytes, if most stacks repeat frames of the previous stack."""
-        return self._frames.nbytes + self._references.nbytes
+        """Size in bytes of the full store, and of the frames that are stored separately now."""
+        separate = len(self._separate_frames) * self._separate_frames[0].nbytes
+        return self._frames.nbytes + self._references.nbytes + separate
 
     @property
     def is_wasteful(self) -> bool:

@@ -53,7 +53,9 @@ class TreeStore:
         for i, leaf in enumerate(layout.leaves):
             if _stores_frames(leaf, single_frame):
                 self._rows.append(np.zeros(0, leaf.dtype))
-                slack = 4 * leaf.shape[0] * num_envs  # enough slots if some environments are a few steps late
+                # Enough slots if some environments are a few steps late. More writers can come later, and then the
+                # timesteps of one environment are farther apart.
+                slack = max(4 * leaf.shape[0] * num_envs, timeline.slots // 64)
                 self._frames[i] = FrameStore(leaf, timeline, slack, allocate)
             else:
                 self._rows.append(allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype))
@@ -111,7 +113,7 @@ class TreeStore:
             )
         slots = self._timeline.slots
         check_memory(
-            leaf.nbytes * slots, slots, f"{leaf.name} looks like stacked frames but is not: whole rows are stored"
+            leaf.nbytes * slots, slots, f"few stacks of {leaf.name} repeat earlier frames: whole rows are stored"
         )
         data = process_memory(leaf.name, (slots, *leaf.shape), leaf.dtype)
         for low in range(0, min(slots, self._timeline.head), 256):

@@ -166,4 +166,4 @@ def _raised(text: str) -> RlframeError | None:
     error = getattr(errors, name, None)
     if "\nTraceback (most recent call last)" in message or not isinstance(error, type):
         return None
-    return error(message)
+    return errors.error_from_message(error, message)

@@ -289,7 +289,7 @@ def _value_or_error(value: Any, name: str | None = None, message: str = "", text
     kind: type[RlframeError] = getattr(errors, name)
     if issubclass(kind, (RemoteError, UnavailableError)):
         raise kind(text or message)
-    raise kind(message) from RemoteError(text)
+    raise errors.error_from_message(kind, message) from RemoteError(text)
 
 
 class SocketDirectory:

@@ -123,6 +123,23 @@ def test_single_frames_take_a_quarter_of_the_memory() -> None:
     assert sizes[0] < 0.26 * sizes[1]
 
 
+def test_frames_of_many_writers_are_stored_once() -> None:
+    """With many writers, the timesteps of one environment are far apart."""
+    shape, num_writers = (4, 32, 32), 8
+    buffer, rng = ReplayBuffer(pixel_agent(Transition(1), 20_000, shape)), np.random.default_rng(0)
+    streams = [FrameStream(rng, 2, shape, first="repeated") for _ in range(num_writers)]
+    for _ in streams:
+        buffer.claim_rank(2)
+    for _ in range(60):
+        for rank, stream in enumerate(streams):
+            _, step = stream.step()
+            buffer.add(global_env_ids(rank, np.arange(2)), step)
+    (store,) = buffer._store.observations._frames.values()
+    assert store.rows_stored_separately < 0.2 * store.rows_seen
+    frames = len(store._separate_frames)
+    assert store.nbytes >= (buffer._store.timeline.slots + frames) * 32 * 32
+
+
 def test_images_that_are_not_stacked_are_stored_as_whole_rows() -> None:
     stream, buffer = FrameStream(np.random.default_rng(0), 4, stacked=False), ReplayBuffer(pixel_agent(Transition(1)))
     buffer.claim_rank(4)

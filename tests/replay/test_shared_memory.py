@@ -20,7 +20,7 @@ from rlframe.replay import SharedMemReplayBuffer, tree_store
 from rlframe.replay.shared_memory import block, segment_writers
 from rlframe.replay.shared_memory.block import BufferGoneError
 from rlframe.replay.shared_memory.segment_writers import WriterTimeoutError
-from rlframe.testing.streams import fake_agent
+from rlframe.testing.streams import ReferenceReplay, StepStream, fake_agent, first_ids
 from rlframe.types import Sequence, Transition, global_env_ids
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids, first_id, make_step
@@ -426,3 +426,40 @@ def test_dataset_wakes_up_when_a_writer_adds_items(resources: Resources) -> None
         assert len(seen) == len(set(seen))
         assert set(seen) <= expected
         assert [writer.read_line(), writer.read_line()] == [[0, 0], "done"]
+
+
+def test_no_item_begins_at_a_slot_whose_eviction_was_interrupted(
+    resources: Resources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def evict(self: Any, index: Any) -> None:
+        self._header[block.FLOOR] = self._timeline.floor
+        raise Killed  # the process is killed before the flags of the slots are cleared
+
+    buffer = SharedMemReplayBuffer(fake_agent("uniform", Transition(1), 64, 200), num_writers=1, max_envs=4)
+    resources.made.append(buffer)
+    reference, stream = ReferenceReplay(Transition(1)), StepStream(4, end=0.4)
+
+    def claim() -> None:
+        assert buffer.claim_rank(4, 0)[0] == 0
+        reference.claim_rank(4, 0)
+
+    def add() -> None:
+        env_ids, step = stream.step()
+        buffer.add(env_ids, step)
+        reference.add(env_ids, step)
+
+    claim()
+    for _ in range(100):
+        add()
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(block.LogTable, "evict", evict)
+        while True:
+            add()
+    stream.restart(np.arange(4))
+    claim()
+    for _ in range(200):
+        add()
+        assert set(first_ids(buffer.sample()).tolist()) <= set(reference.items)

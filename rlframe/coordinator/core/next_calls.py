@@ -39,7 +39,8 @@ def _call_running(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
             _close_task(job, worker, task)
     elif task.kind == "evaluate":
         job.call(worker, task, "get_data", GetData())
-    elif task.kind == "learn" and task.drawing is None and tasks.needs_save(job, task):
+    elif task.kind == "learn" and task.drawing is None and _must_save(job, task):
+        job.requests.save_next_update = False
         job.call(worker, task, "learn", Learn(0, save=True))
     elif _must_wait(job, task):
         return  # `worker_tracking.check_all` queues the worker again
@@ -47,6 +48,11 @@ def _call_running(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
         job.call(worker, task, "data_demand")
+
+
+def _must_save(job: TrainingJob, task: Task) -> bool:
+    """Return True if the learner must save now, without an update: for an evaluation, or because the job is paused."""
+    return tasks.needs_save(job, task) or (job.requests.paused and job.requests.save_next_update)
 
 
 def _must_wait(job: TrainingJob, task: Task) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -50,7 +51,10 @@ class APIServer:
         with extras.explain_import_error("BaseEnv", "envs"):
             import openai
         self.config = config
+        is_here = urllib.parse.urlsplit(config.base_url or "").hostname in ("localhost", "127.0.0.1", "::1")
         self.openai = openai.AsyncOpenAI(
+            # A proxy from the environment cannot reach servers on this machine.
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False) if is_here else None,
             api_key="none" if config.api_key == "" else config.api_key,
             base_url=config.base_url,
             timeout=config.timeout,

@@ -295,9 +295,16 @@ def resolve_servers(configs: ServerBaseline | Sequence[APIServerConfig], slurm: 
         raise UsageError("There is no model server: the list of server configs is empty.")
     first = listed[0]
     if slurm and len(nodes := _slurm_nodes()) > 1:
-        training, each = int(os.environ.get("NUM_TRAINING_NODES", "1")), int(os.environ.get("INFER_TP", "1"))
-        ports = range(_SLURM_PORT, _SLURM_PORT + _GPUS_PER_NODE // each)
-        return [_at(first, f"http://{node}:{port}/v1") for node in nodes[training:] for port in ports]
+        training, each = (os.environ.get(name, "1") for name in ("NUM_TRAINING_NODES", "INFER_TP"))
+        is_valid = training.isdecimal() and each.isdecimal() and 0 < int(each) <= _GPUS_PER_NODE
+        if not is_valid or int(training) >= len(nodes):
+            raise UsageError(
+                f"The Slurm job has {len(nodes)} nodes, NUM_TRAINING_NODES={training} and INFER_TP={each}, so there is "
+                f"no node for inference. NUM_TRAINING_NODES must be below {len(nodes)}, and INFER_TP between 1 and "
+                f"{_GPUS_PER_NODE}."
+            )
+        ports = range(_SLURM_PORT, _SLURM_PORT + _GPUS_PER_NODE // int(each))
+        return [_at(first, f"http://{node}:{port}/v1") for node in nodes[int(training) :] for port in ports]
     if not isinstance(first, APIServerConfig):
         if _is_listening(_POLICY_PORT):
             named = first.model_name if "model_name" in first.model_fields_set else _POLICY_MODEL

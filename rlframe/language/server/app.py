@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response, StreamingResponse
@@ -16,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.app import metric_families
-from rlframe.http.bodies import answer
+from rlframe.http.bodies import answer, event_data
 from rlframe.http.config import read_token
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import AnswerPiece, Generation
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
 
 _IN_THREAD = 16 << 10  # bytes; larger requests are encoded in a thread, because 1 MB can take seconds
-_LINE_ENDS = "\x85\u2028\u2029"  # these are escaped, because some clients split events at Unicode line ends
 _DESCRIPTION = """A language model in training, with the OpenAI API.
 
 Every response has a `policy_version`: the version of the parameters that sampled its last token."""
@@ -201,10 +199,7 @@ async def _events(generation: Generation, replies: Replies) -> AsyncIterator[byt
 
 
 def _event(content: object) -> bytes:
-    data = msgspec.json.encode(content)
-    for character in _LINE_ENDS:
-        data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
-    return b"data: " + data + b"\n\n"
+    return b"data: " + event_data(content) + b"\n\n"
 
 
 def _check_model(model: str, name: str) -> None:

@@ -251,6 +251,10 @@ class SegmentWriter:
         timeline = self._timeline = Timeline(slots, header[CHUNK])
         self._cursors, now = memory.cursors[rank], memory.cursors_of(rank)
         timeline.head, timeline.floor = now.head, header[FLOOR]
+        # If the last writer was killed during an eviction, evicted slots can still have the flag.
+        kept = np.zeros(slots, bool)
+        kept[np.arange(timeline.floor, now.head) % slots] = True
+        memory.arrays["present"][first : first + slots] &= kept
         self._log = LogTable(timeline, memory.arrays["present"][first : first + slots], memory.logs[rank], header, now)
 
         def part(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

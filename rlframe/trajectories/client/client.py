@@ -72,7 +72,7 @@ class TrajectoryClient(_HttpxCalls, Closeable):
         StoppedError: The client was stopped or closed during the call.
     """
 
-    _transport = staticmethod(functools.partial(httpx.Client, limits=_LIMITS))
+    _transport = staticmethod(functools.partial(httpx.Client, limits=_LIMITS, trust_env=False))
 
     def close(self) -> None:
         """Close the connections. Calls in other threads raise StoppedError. A second call does nothing."""
@@ -106,7 +106,7 @@ class AsyncTrajectoryClient(_HttpxCalls, contextlib.AbstractAsyncContextManager[
     Several tasks may share a client.
     """
 
-    _transport = staticmethod(functools.partial(httpx.AsyncClient, limits=_LIMITS))
+    _transport = staticmethod(functools.partial(httpx.AsyncClient, limits=_LIMITS, trust_env=False))
 
     async def close(self) -> None:
         """Close the connections. Unfinished calls raise StoppedError. A second call does nothing."""

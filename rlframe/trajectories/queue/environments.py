@@ -159,7 +159,7 @@ class Environments:
         envs = cls()
         envs.all = msgspec.convert(state[0], list[Env])
         for env in envs.all:
-            envs._names[env.desired_name] += 1
+            envs._names[env.wandb_name.rpartition("_")[0]] += 1  # later, the environment can desire another name
             if env.resume_token is not None:
                 envs._by_token[env.resume_token] = env.env_id
             if env.live:

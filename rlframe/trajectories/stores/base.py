@@ -345,7 +345,7 @@ class GroupCommitStore(abc.ABC):
                 if isinstance(error, StoreError):
                     self._failed = error
                 self._to_delete += commit.deleted
-                self._due = bool(self._appends)
+                self._due = bool(self._appends or self._snapshots)
             for future in [append.future for append in commit.appends] + snapshots:
                 future.set_exception(error)
         else:

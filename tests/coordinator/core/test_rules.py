@@ -204,6 +204,17 @@ def test_requested_checkpoint_is_saved_once() -> None:
     assert [learn.save for learn in learns.values()].count(True) == 1 and len(learns) > 2
 
 
+def test_requested_checkpoint_of_a_paused_job_is_saved_at_once() -> None:
+    sim = running(1)
+    sim.deliver(ev.PauseRequested(True))
+    sim.run(10.0)
+    sent = len(sim.sent)
+    sim.deliver(ev.CheckpointRequested())
+    sim.run(10.0)
+    learns: dict[int, Learn] = {s.header.seq: s.args[0] for s in sim.sent[sent:] if s.method == "learn" and s.header}
+    assert [learn.save for learn in learns.values()] == [True] and sim.job.state is JobState.PAUSED
+
+
 def test_only_one_learner_per_policy_gets_a_task() -> None:
     class Eager(TrainOne):
         def task(self, role: Any, index: int, view: Any) -> StartTask | None:

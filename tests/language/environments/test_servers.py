@@ -433,6 +433,10 @@ def test_servers_are_local_or_on_slurm_nodes(tmp_path, monkeypatch):
     found = resolve_servers([one], slurm=True)
     assert [config.base_url for config in found] == ["http://n2:9000/v1", "http://n2:9001/v1"]
     assert {config.model_name for config in found} == {"m"}
+    for name, value in (("INFER_TP", "0"), ("INFER_TP", "9"), *(("NUM_TRAINING_NODES", wrong) for wrong in ("2", "x"))):
+        with monkeypatch.context() as patched, pytest.raises(UsageError, match=f"has 2 nodes, .*{name}={value}"):
+            patched.setenv(name, value)
+            resolve_servers([one], slurm=True)
 
 
 def test_invalid_server_configs_are_refused():

@@ -83,6 +83,22 @@ def test_trainer_and_environment_register(client):
         client.env_status(7)
 
 
+@pytest.mark.parametrize("kind", [TrajectoryClient, AsyncTrajectoryClient])
+def test_clients_ignore_a_proxy_of_the_environment(service, run, monkeypatch, kind):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    client = kind(service.url, run=run, timeout=DEADLINE)
+    if kind is TrajectoryClient:
+        with client:
+            assert client.register(**SETTINGS)
+        return
+
+    async def register():
+        async with client:
+            assert await client.register(**SETTINGS)
+
+    asyncio.run(register())
+
+
 def test_resumed_trainer_continues_its_run_with_same_run_key(client):
     registered = client.register(**SETTINGS, run_key="one", mix="weight")
     assert client.batch() is None

@@ -304,6 +304,11 @@ def test_environments_wait_for_trainer_and_get_numbered_names():
     assert (again.env_id, again.wandb_name, again.resume_token) == (0, "math_0", "a")
     assert queue.report(0.0).envs[0].live
     assert join(queue, name="math", resume="lost", token="e").wandb_name == "math_2"
+    assert join(queue, name="other", resume="b", token="f").wandb_name == "math_1"  # a name is permanent
+    restored = Queue()
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
+    for each in (queue, restored):
+        assert join(each, name="math", token="g").wandb_name == "math_3"
 
 
 def test_env_status_rounds_queued_sequences_up_to_multiple_of_largest_group():

@@ -54,6 +54,15 @@ def test_appends_during_commit_go_into_next_commit(disk):
     assert disk.commits[1].snapshot == (5, b"five")
 
 
+def test_snapshot_during_a_commit_that_fails_is_written(disk):
+    disk.error = UnavailableError("the disk is full")
+    append = disk.append(b"a", None)
+    assert disk.writing.wait(DEADLINE)
+    snapshot = disk.snapshot(5, b"five")
+    disk.may_write.set()
+    assert append.exception(DEADLINE) is disk.error and snapshot.result(DEADLINE) is None
+
+
 def test_append_is_refused_if_too_many_bytes_wait(disk, monkeypatch):
     monkeypatch.setattr(base, "MAX_WAITING_BYTES", 1000)
     disk.append(b"a", None)
