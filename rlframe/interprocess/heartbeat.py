@@ -213,6 +213,10 @@ class HeartbeatMonitor:
     def page(self, written: bytes) -> None:
         os.pwrite(self.descriptor, written, 0)
 
+    def restart(self, now: float) -> None:
+        """Count the time without a heartbeat from now on."""
+        self._last_beat_at = now
+
     def problem(self, now: float) -> str:
         """Return the reason why the process is considered hung; an empty string if it is not considered hung.
 

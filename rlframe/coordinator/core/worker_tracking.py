@@ -243,6 +243,15 @@ def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
         retry(job, task, why, counts=counts)
     if not worker.has_answered and is_replaced:
         worker.failed_starts += 1
-        if worker.failed_starts > job.limits.max_failures:
+        if worker.failed_starts > job.limits.max_failures and _is_needed(job, worker):
             times = f"{worker.worker_id} failed to start {worker.failed_starts} times in a row"
             job.fail(f"{times}: {why}. Check its output")
+
+
+def _is_needed(job: TrainingJob, worker: WorkerRecord) -> bool:
+    """Return True if the job cannot continue without a worker: no other learner or collector has started.
+
+    An evaluator is never needed, because the policy is saved.
+    """
+    others = (other for other in job.roster if other.role == worker.role and other is not worker)
+    return worker.role != "evaluator" and not any(each.has_answered and not is_over(each.state) for each in others)

@@ -245,6 +245,12 @@ class RunningRayNode(RunningNode):
             self._killed_at = min(self._killed_at, time.monotonic())
         self._host.send.remote(number)
 
+    def kill_if_hung(self, now: float) -> None:
+        """See `RunningNode`. A node cannot hang while it waits for free cores of the cluster."""
+        if self.pid is None and self.heartbeat is not None:
+            self.heartbeat.restart(now)
+        super().kill_if_hung(now)
+
     def wait(self) -> None:
         """See `RunningNode`."""
         self._watcher.join()

@@ -386,6 +386,27 @@ def test_workers_that_never_start_fail_the_job() -> None:
     assert sim.over[0].failed and "learner/0 failed to start 3 times in a row" in sim.over[0].reason
 
 
+IMPATIENT = dataclasses.replace(LIMITS, starting_deadline=6.0, max_failures=3)
+
+
+def test_job_continues_without_a_collector_that_never_starts() -> None:
+    sim = running(2, limits=IMPATIENT)
+    sim.operator.never_comes.add("collector")
+    lost = sim.live("collector")[0]
+    sim.kill(lost)
+    learned = sim.job.accounts.learned
+    assert not sim.run(60.0, lambda: sim.is_over)
+    assert sim.job.accounts.restarts > IMPATIENT.max_failures and sim.job.accounts.learned > learned
+    assert at_work(sim) == 1 and sim.job.ending is None
+
+
+def test_job_succeeds_without_an_evaluator_that_never_starts() -> None:
+    sim = Simulation(limits=IMPATIENT, commander=TrainOne(env_steps=500))
+    sim.operator.never_comes.add("evaluator")
+    assert sim.run(600.0, lambda: sim.is_over)
+    assert not sim.over[0].failed
+
+
 @pytest.mark.parametrize("role", ["learner", "collector"])
 def test_job_fails_if_the_operator_never_lists_a_required_role(role: str) -> None:
     sim = Simulation(commander=ENDLESS)
