@@ -248,10 +248,9 @@ def base_experiment(
     agent, env, network = name_of("agent", agent), name_of("env", env), name_of("network", network)
     saved = _load_saved_experiment(options, {"agent": agent, "env": env, "network": network})
     if saved is not None:
-        if options.preset != SessionOptions.preset:
-            raise UsageError(
-                f"preset={options.preset!r} cannot change a saved experiment (resume or config). Leave it out."
-            )
+        # With --resume, users repeat the options of the first session.
+        if options.preset != SessionOptions.preset and not options.resume:
+            raise UsageError(f"preset={options.preset!r} cannot change the saved values of a config. Leave it out.")
         if agent is not None and agent != saved.agent:
             raise UsageError(f"The config has the agent {saved.agent!r}. The option agent={agent!r} cannot change it.")
         import_env(saved)

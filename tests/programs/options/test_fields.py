@@ -133,7 +133,7 @@ def test_changed_head_option_keeps_other_head_values_of_the_preset(asked, tmp_pa
     assert load_experiment(tmp_path / "config.json") == rainbow
     rlframe.train(config=tmp_path / "config.json", head_num_atoms=3)
     assert read_arguments(["--config", str(tmp_path / "config.json"), "--head.num-atoms", "3"])[0] == asked[-1][0]
-    with pytest.raises(UsageError, match="preset='none' cannot change a saved experiment"):
+    with pytest.raises(UsageError, match="preset='none' cannot change the saved values"):
         read_arguments(["--config", str(tmp_path / "config.json"), "--preset", "none"])
     assert asked[-1][0].agent_config.head == Categories(3, -10.0, 5.0)
     for wrong, message in {
