@@ -241,7 +241,11 @@ def _stop_in_directory(options: StopOptions, run_dir: str) -> tuple[dict[str, An
     if directory.kind != RUN:
         saved = f"The progress of all runs is saved. Resume with: {directory.resume_command}"
         return {"status": "ok", "saved": saved}, f"The runs have ended. {saved}"
-    job, saved = file_status_reader(run_dir)()["job"], directory.describe_checkpoint()
+    saved = directory.describe_checkpoint()
+    try:
+        job = file_status_reader(run_dir)()["job"]
+    except UsageError:  # the run has not written its status yet
+        return {"status": "ok", "saved": saved}, f"The run was still starting, and has ended. {saved}"
     status = "failed" if job["state"] == "FAILED" else "ok"
     at = f"{job['env_steps']:,} {job.get('unit') or 'env steps'}"
     message = f"The run has ended at {at} ({job['state']}: {job['reason']}). {saved}"

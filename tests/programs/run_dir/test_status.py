@@ -168,6 +168,16 @@ def test_stop_fails_if_the_run_cannot_save(directory, capsys):
     assert json.loads(ended) == values
 
 
+def test_stop_ends_a_run_that_is_still_starting(directory, capsys):
+    lock = RunLock(directory.path).__enter__()
+    before = signal.signal(signal.SIGTERM, lambda *_: lock.__exit__(None, None, None))
+    try:
+        assert main(["stop", str(directory.path)]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().out == "The run was still starting, and has ended. Nothing was saved.\n"
+
+
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_directory_without_a_run_is_refused(tmp_path, capsys, command):
     assert main([command, str(tmp_path)]) == 2
