@@ -25,7 +25,7 @@ from rlframe.engines.base import (
 )
 from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.nodes import STOP_SIGNAL, pickle_node, program_processes
+from rlframe.engines.supervision.nodes import end_program_of, pickle_node, program_processes
 from rlframe.engines.supervision.supervisor import ProgramSupervisor
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import STARTING, TIMEOUT
@@ -179,7 +179,7 @@ def _prepare(program: Any, ports: Mapping[str, int]) -> None:
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(sys.argv[:1], known_only=True)
-    stopper = functools.partial(os.kill, os.getpid(), STOP_SIGNAL)
+    stopper = functools.partial(end_program_of, os.getpid())
     for node in program.get_all_nodes():
         node.launch_context.initialize(context.LaunchType.LOCAL_MULTI_PROCESSING, None, stopper)
     for group, nodes in program.groups.items():

@@ -16,9 +16,9 @@ import pytest
 
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.nodes import STOP_SIGNAL, StartableProcess
+from rlframe.engines.supervision.nodes import STOP_SIGNAL, StartableProcess, end_program_of
 from rlframe.engines.supervision.supervisor import Backoff, ProgramSupervisor
-from rlframe.errors import ProgramError
+from rlframe.errors import ProgramError, UsageError
 from tests.waiting import is_process_alive, wait_until
 
 TIMEOUT = 60.0  # seconds; a test waits the full time only if it fails
@@ -217,3 +217,8 @@ def test_second_ctrl_c_kills_all_nodes_immediately():
     process.wait(timeout=TIMEOUT / 2)
     assert b"did not end within" not in process.stderr.read()
     assert not any(map(is_process_alive, nodes))
+
+
+def test_program_that_was_launched_outside_the_main_thread_cannot_be_ended_by_a_node():
+    with pytest.raises(UsageError, match="cannot end its program: .* Launch the program in the main thread"):
+        end_program_of(os.getpid())  # this process has no handler

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from rlframe import streams
 from rlframe.engines import logs
 from rlframe.engines.group_rules import traits_of
-from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID, STOP_SIGNAL
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID, end_program_of
 from rlframe.errors import PERMANENT_ERRORS, JobFailedError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.heartbeat import ENDING, STARTING
@@ -73,7 +73,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
         end: function that ends the program. None means that the node ends the program by a signal to the launcher.
     """
     stop = threading.Event()
-    register_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
+    register_program(stop, end or functools.partial(end_program_of, int(os.environ[LAUNCHER_PID])))
     with STARTING:  # until the object exists, SIGTERM kills this process: it has nothing to save
         import cloudpickle
 

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import pathlib
 import pickle
 import signal
 import socket
@@ -32,6 +33,22 @@ _MAX_LINES = 80  # number of output lines that are kept for each node, because t
 EXIT_PERMANENT = 4  # exit code of a process that would fail again after a restart
 STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, for example in `lp.stop()`
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # environment variable with the launcher's process id, for a node's process
+
+
+def end_program_of(launcher: int) -> None:
+    """End the program of a launcher, given by its process id: send it `STOP_SIGNAL`.
+
+    Raises:
+        UsageError: the launcher has no handler, so the signal would kill it.
+    """
+    status = pathlib.Path(f"/proc/{launcher}/status").read_text()
+    caught = int(status.partition("\nSigCgt:")[2].split()[0], 16)  # one bit for each signal, from signal 1 on
+    if not caught >> (STOP_SIGNAL - 1) & 1:
+        raise UsageError(
+            "This node cannot end its program: the program was launched outside the main thread, where Python handles "
+            "no signals. Launch the program in the main thread."
+        )
+    os.kill(launcher, STOP_SIGNAL)
 
 
 class RunningNode(abc.ABC):
