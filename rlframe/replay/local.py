@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,12 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._writers.put(store.open(rank, incarnation, num_envs, origin=len(self._origins)))
             self._origins.append((rank, incarnation))
             store.marks_origin = len(self._origins) > 1
+
+    def note_claims(self, newest: Mapping[int, int]) -> None:
+        """Register incarnations that were claimed before: rank -> newest incarnation. Later claims are above these."""
+        with self._lock:
+            for rank, incarnation in newest.items():
+                self._incarnations[rank] = max(self._incarnations.get(rank, -1), incarnation)
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
         """Register a writer that has claimed its rank in another process, or that has lost steps.

@@ -280,6 +280,25 @@ def test_restored_queue_does_not_contain_sampled_items(tmp_path):
     buffer.close()
 
 
+def test_restarted_service_never_gives_an_incarnation_again(tmp_path):
+    agent = fake_agent("uniform", Transition(1), 8, 400)
+
+    def start(num_shards):
+        return [ReplayService(agent, tmp_path / f"{shard}-of-{num_shards}") for shard in range(num_shards)]
+
+    # One service dies together with an actor, before its first checkpoint.
+    assert [ServiceReplayBuffer(agent, start(1)).claim_rank(2, 0) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    # Shard 0 dies. Actor 1, on shard 1, restarts after that.
+    services = start(2)
+    buffer = ServiceReplayBuffer(agent, services)
+    assert [buffer.claim_rank(2, 1) for _ in range(3)] == [(1, 0), (1, 1), (1, 2)]
+    buffer.add(*StepStream(2, 1).step())
+    buffer.flush()
+    services[0] = start(2)[0]
+    assert ServiceReplayBuffer(agent, services).claim_rank(2, 1) == (1, 3)
+    buffer.close()
+
+
 def test_waiting_writer_of_a_service_stops_after_end_waits(monkeypatch):
     monkeypatch.setattr(client, "_MAX_STEPS", 2)
     agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)

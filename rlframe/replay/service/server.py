@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import json
 import logging
 import os
 import pathlib
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import CheckpointError, StoppedError
+from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import SAVING
 from rlframe.replay import replay_files
 from rlframe.replay.base import override
@@ -164,6 +167,7 @@ class ReplayService:
         self._buffer = ReplayBuffer(AgentSpecs(spec, agent.step_spec), seed=seed)
         self._room = threading.Condition()
         self._claims: dict[int, tuple[int, int]] = {}  # token -> (rank, incarnation)
+        self._newest: dict[int, int] = {}  # rank -> newest incarnation that was claimed; also in the file of claims
         self._writers: dict[int, int] = {}  # rank -> newest incarnation that added steps
         self._next: dict[WriterId, int] = {}  # writer -> number of its next step
         self._add_locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
@@ -173,6 +177,11 @@ class ReplayService:
         self._stop = threading.Event()
         if self._path is not None and self._path.exists():
             self._buffer.restore(self._path)
+        # A claim must not be forgotten, even if the service dies before its next checkpoint.
+        self._claims_path = None if self._path is None else self._path.with_name("claims.json")
+        if self._claims_path is not None and self._claims_path.exists():
+            self._newest = {int(rank): newest for rank, newest in json.loads(self._claims_path.read_text()).items()}
+            self._buffer.note_claims(self._newest)
 
     # --- for writers
 
@@ -180,7 +189,11 @@ class ReplayService:
         """Register a writer, and return its (rank, incarnation). A repeated `token` returns the same result."""
         with self._room:
             if token not in self._claims:
-                self._claims[token] = self._buffer.claim_rank(None, rank)
+                self._claims[token] = claimed, incarnation = self._buffer.claim_rank(None, rank)
+                self._newest[claimed] = incarnation
+                if self._claims_path is not None:
+                    with contextlib.suppress(OSError):  # for example a full disk, about which `_save` warns
+                        write_atomically(self._claims_path, json.dumps(self._newest), parents=True)
             return self._claims[token]
 
     def open(self, writer: WriterId) -> None:
