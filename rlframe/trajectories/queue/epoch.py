@@ -61,8 +61,14 @@ class Epoch:
         return self.registration
 
     def apply_registration(self, registration: Registration) -> None:
-        """Replace the settings. All other state stays unchanged."""
-        self.registration = registration
+        """Replace the settings. If the batch size changes, form units from undersized groups again.
+
+        All other state stays unchanged: a batch that is leased keeps its size.
+        """
+        before, self.registration = self.registration, registration
+        if before is not None and before.batch_size != registration.batch_size:
+            for env in self.envs.all:
+                self.repack_undersized(env)
         for env_id in self.envs.with_minimum_share:
             self._reserve(self.envs.all[env_id])
         self.barren = False

@@ -703,3 +703,14 @@ def test_work_is_independent_of_queue_length():
     short, long = work
     for name, steps in long.items():
         assert steps < 1.3 * short[name] + 100, work
+
+
+def test_groups_wait_for_no_others_after_a_smaller_batch_size_is_registered():
+    queue = Queue()
+    queue.register({**SETTINGS, "batch_size": 8, "run_key": "k"}, "1", 0.0)
+    queue.note_trainer()
+    join(queue, group_size=4)
+    send(queue, 2, env_id=0)
+    queue.register({**SETTINGS, "batch_size": 2, "run_key": "k"}, "2", 1.0)
+    batch = queue.take(2.0)
+    assert batch is not None and batch.sequences == 2
