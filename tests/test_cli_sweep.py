@@ -36,11 +36,13 @@ options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
 folder = options["--run-dir"]
 content = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["experiment"]
 rate, seed = content["agent_config"]["learning_rate"], int(sys.argv[sys.argv.index("--seed") + 1])
+ready = os.path.dirname(folder) + "/ready"
 if rate > 0.5 and seed == 2:
+    open(ready, "w").close()
     time.sleep(250.0)
     os.makedirs(folder)
-if rate == 0.75 and seed == 1:  # fail after the run with seed 2 has started
-    wait(lambda: os.path.exists(os.path.dirname(folder) + "/logs/seed-2.log"))
+if rate == 0.75 and seed == 1:  # fail after the run with seed 2 has started: Python can lose a SIGINT during imports
+    wait(lambda: os.path.exists(ready))
 if rate > 0.5:
     print("rlframe: The loss was not finite.")
     sys.exit(1)
