@@ -136,7 +136,7 @@ def run_all(
                     has_stopped_them = True
                     for run in running:
                         run.stop()
-        except KeyboardInterrupt:  # a second Ctrl-C: the runs end without saving
+        except KeyboardInterrupt:  # a second Ctrl-C: the runs get a second signal and end without saving
             has_stopped_them = False
             raise
         finally:

@@ -98,7 +98,7 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
             order = "[C, H, W]" if has_channels_first(leaf.shape) else "[H, W, C]"
             raise UsageError(
                 f"frame_stack={count} makes the image {leaf.name!r} of shape {leaf.shape} ({order}) an image of shape "
-                f"{shape}, of which a network cannot know the channels. Make the images square, or larger."
+                f"{shape}, whose channel axis a network would mistake. Make the images square, or larger."
             )
         if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # a stack of categories
             return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)

@@ -232,7 +232,8 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     # --- writing
 
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
-        rank, incarnation = self._services[(rank or 0) % len(self._services)].claim(secrets.randbits(62), rank)
+        shard = (rank or 0) % len(self._services)  # the shard of a known rank knows the rank's earlier claims
+        rank, incarnation = self._services[shard].claim(secrets.randbits(62), rank)
         self._claimed[rank] = incarnation
         if num_envs is not None:
             self.open_segment(rank, num_envs)
