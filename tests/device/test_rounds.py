@@ -102,6 +102,7 @@ def test_limit_of_updates_can_be_larger_than_32_bits(made):
     assert not driver.has_replay
 
 
+@pytest.mark.system
 def test_seed_that_has_ended_is_ignored_and_a_call_without_seeds_ends(made):
     carry = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), made.carry)
     run = jax.jit(lambda *args: run_rounds(made.compiled.rounds, *args))

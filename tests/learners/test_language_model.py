@@ -134,7 +134,8 @@ def test_extreme_scores_give_the_same_update_as_scores_of_one_and_zero(url, run,
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), found[1], expected)
 
 
-@pytest.mark.parametrize("non_finite", [pytest.param("loss", marks=pytest.mark.system), "parameters"])
+@pytest.mark.system
+@pytest.mark.parametrize("non_finite", ["loss", "parameters"])
 def test_non_finite_parameters_are_never_published(non_finite):
     rate = 1e-2 if non_finite == "loss" else 1e38
     agent = GRPO(dataclasses.replace(CONFIG, batch_size=2, learning_rate=rate, kl_cost=0.0, max_grad_norm=None))

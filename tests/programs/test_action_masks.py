@@ -101,7 +101,10 @@ def test_agents_make_only_legal_moves_in_several_processes(agent, topology, tmp_
     check_all_moves_were_legal(run(agent, tmp_path, topology=topology, steps=800), tmp_path)
 
 
-@pytest.mark.parametrize(("env", "topology"), [(GAME, "single_process"), (JAX_GAME, "fused")])
+FUSED_GAME = pytest.param(JAX_GAME, "fused", marks=pytest.mark.system)
+
+
+@pytest.mark.parametrize(("env", "topology"), [(GAME, "single_process"), FUSED_GAME])
 def test_environment_without_a_legal_action_ends_the_run(env, topology, tmp_path):
     options = {"env_kwargs": {"blocked": 3}, "eval_episodes": 0}
     with pytest.raises(EnvError, match="Environment 0 gave an action mask without a legal action"):

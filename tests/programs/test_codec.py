@@ -153,6 +153,7 @@ def test_spaces_that_export_does_not_support_are_refused(space, message):
         check_codec(codec_of_spaces(space, g.Discrete(2)))
 
 
+@pytest.mark.system
 def test_policy_refuses_observations_outside_its_space(tmp_path):
     space = g.Dict(a=g.Discrete(3, start=-1), b=g.Box(-1, 1, (2,), np.float64))
     run, make = trained(tmp_path, space, g.Discrete(3, start=-1))

@@ -97,26 +97,16 @@ def test_examples_run_in_a_program_of_several_processes(tmp_path):
     assert evaluate(tmp_path / "run", episodes=2)["return_mean"] == result.return_mean
 
 
+PENDULUM = {"env": "jax:Pendulum-v1", "batch_size": 16, "min_replay_size": 40, **SMALL}
+
+
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("agent", "options"),
     [
         ("dqn", DQN),
-        pytest.param(
-            "sac",
-            {"env": "jax:Pendulum-v1", "batch_size": 16, "min_replay_size": 40, **SMALL},
-            marks=pytest.mark.system,
-        ),
-        pytest.param(
-            "td3",
-            {
-                "env": "jax:Pendulum-v1",
-                "batch_size": 16,
-                "min_replay_size": 40,
-                "normalize_observations": True,
-                **SMALL,
-            },
-            marks=pytest.mark.system,
-        ),
+        ("sac", PENDULUM),
+        ("td3", {**PENDULUM, "normalize_observations": True}),
     ],
     ids=["dqn", "sac", "normalized td3"],
 )

@@ -95,6 +95,7 @@ def half(step):
 """
 
 
+@pytest.mark.system
 def test_function_of_a_file_is_a_schedule_and_is_saved_by_its_name(tmp_path):
     (tmp_path / "rates.py").write_text(RATES)
     options = {**PPO, "learning_rate": f"{tmp_path}/rates.py:rate", "clip_epsilon": 0.2, "steps": 96, "quiet": True}

@@ -447,6 +447,7 @@ def make():
 """
 
 
+@pytest.mark.system
 def test_resumed_run_without_its_replay_fills_a_new_replay_with_new_seeds(tmp_path, caplog):
     (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
     experiment = dqn(env=f"{tmp_path}/env.py:make", prioritized=False)

@@ -163,6 +163,7 @@ def check_start(agent: str, options: dict[str, Any], path: pathlib.Path) -> tupl
     return params, learner_state
 
 
+@pytest.mark.system
 def test_target_networks_start_from_the_loaded_parameters(tmp_path):
     params, learner_state = check_start("dqn", DQN, tmp_path)
     assert_equal(learner_state.target_params, params)

@@ -49,6 +49,7 @@ def test_request_in_the_vllm_format_gets_a_response_in_this_format(server):
     assert answer["policy_versions"] == [[0] * 6] * 2
 
 
+@pytest.mark.system
 def test_request_in_the_sglang_format_gets_a_response_in_this_format(server):
     params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPT, "return_logprob": True, "return_text_in_logprobs": False}

@@ -69,6 +69,7 @@ def name_of(token, partial):
     return content.decode() if token < 128 or token > 255 else f"{partial}\\x{token:02x}"
 
 
+@pytest.mark.system
 def test_parts_of_characters_have_different_names_and_bytes(client):
     options = {"model": "policy", "messages": [{"role": "user", "content": "“中”"}], "max_tokens": 60, "seed": 4}
     (choice,) = client.chat.completions.create(**options, logprobs=True, top_logprobs=20, **as_sampled()).choices

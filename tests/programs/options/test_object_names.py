@@ -246,7 +246,8 @@ def test_topology_with_several_processes_refuses_notebook_objects(option, topolo
 THREADS = {"topology": "heavy_env", "engine": "threads"}
 
 
-@pytest.mark.parametrize("options", [{"env_type": "process"}, pytest.param(THREADS, marks=pytest.mark.system)], ids=str)
+@pytest.mark.system
+@pytest.mark.parametrize("options", [{"env_type": "process"}, THREADS], ids=str)
 def test_notebook_class_works_in_pool_processes_and_in_threads(options, notebook):
     notebook.run(ENV)
     assert rlframe.train("ppo", notebook["Catch"], **SMALL, **options).return_mean == 4.0

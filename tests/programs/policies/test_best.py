@@ -127,6 +127,7 @@ def test_run_without_evaluations_has_no_best_checkpoint(tmp_path, capsys):
     assert main(["evaluate", str(run_dir), "--checkpoint", "best"]) == 1
 
 
+@pytest.mark.system
 def test_evaluate_takes_a_checkpoint_and_another_environment(tmp_path, capsys):
     run_dir = tmp_path / "run"
     train(tmp_path, "single_process", None, steps=80, env_kwargs={"returns": [4.0]}, eval_env_kwargs={})

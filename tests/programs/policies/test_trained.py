@@ -239,6 +239,7 @@ def test_exploring_policy_keeps_its_state(tmp_path):
     np.testing.assert_array_equal(again, kept.action)  # the policy repeats the actions that its state stores
 
 
+@pytest.mark.system
 def test_checkpoints_are_loaded_by_name_and_missing_checkpoints_are_refused(tmp_path, monkeypatch):
     values = []
     result = rlframe.train("ppo", CARTPOLE, run_dir=tmp_path / "run", steps=512, num_envs=4, preset="none",

@@ -170,6 +170,7 @@ def test_callback_can_save_and_use_the_current_policy_in_every_topology_and_engi
     check_save_and_policy(tmp_path / "run", topology, engine)
 
 
+@pytest.mark.system
 def test_save_is_exact_in_one_process_and_unused_policies_save_nothing(tmp_path):
     checkpoints, threads, saved = Checkpointer(tmp_path / "run/checkpoints"), [], []
 
@@ -269,6 +270,7 @@ def test_result_is_written_before_the_exception_of_a_callback_is_raised(tmp_path
     assert written.stopped_by == "error" and written.return_mean is not None
 
 
+@pytest.mark.system
 def test_evaluated_policy_is_saved_before_callbacks_receive_its_row(tmp_path):
     seen = []
 
