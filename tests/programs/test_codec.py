@@ -133,6 +133,7 @@ def test_policy_actions_are_valid_in_the_training_environment(tmp_path_factory, 
 
 
 @pytest.mark.system
+@pytest.mark.timeout(900)  # 60 whole runs
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**cases)
 def test_policy_actions_are_valid_for_many_random_spaces(tmp_path_factory, **case):
