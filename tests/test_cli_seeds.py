@@ -219,7 +219,6 @@ def test_invalid_options_are_refused_before_any_run_starts(arguments, why, tmp_p
     assert not (tmp_path / "all").exists()
 
 
-@pytest.mark.system
 def test_fused_runs_all_seeds_in_one_process(tmp_path, capfd):
     folder = tmp_path / "all"
     assert main([*QUICK, *FUSED, *BOTH, "--run-dir", str(folder), "--json"]) == 0

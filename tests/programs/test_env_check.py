@@ -289,7 +289,6 @@ class Grows(Walk):
         return super().step(action)
 
 
-@pytest.mark.system
 def test_growing_memory_is_reported():
     problem = only_problem(check(Grows))
     assert problem.check == "memory"

@@ -85,12 +85,11 @@ def test_resumed_program_continues_its_counts(tmp_path):
     assert steps == sorted(steps)
 
 
-@pytest.mark.system
 def test_program_goes_back_to_the_steps_of_an_older_checkpoint(tmp_path):
     experiment = small_experiment(
         "impala", "heavy_env", unroll_length=8, batch_size=4, eval_episodes=0, log_every=50, checkpoint_every=300
     )
-    checkpointer = Checkpointer(tmp_path / "run/checkpoints")  # It keeps three.
+    checkpointer = Checkpointer(tmp_path / "run/checkpoints")  # It keeps the newest three.
     first = run_experiment(experiment, run_dir=tmp_path / "run")
     oldest = checkpointer.steps()[0]
     assert oldest < first.learner_steps

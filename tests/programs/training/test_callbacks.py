@@ -170,7 +170,6 @@ def test_callback_can_save_and_use_the_current_policy_in_every_topology_and_engi
     check_save_and_policy(tmp_path / "run", topology, engine)
 
 
-@pytest.mark.system
 def test_save_is_exact_in_one_process_and_unused_policies_save_nothing(tmp_path):
     checkpoints, threads, saved = Checkpointer(tmp_path / "run/checkpoints"), [], []
 
